@@ -1,0 +1,70 @@
+"""Where an agent can be resumed (`State`) and what led from one such place to the next (`Segment`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+# What a segment led to. "open": the policy can go on from here. "terminal": the episode is over.
+# "cut_off": a cap ended it and the task bootstraps from the critic there.
+Status = Literal["open", "terminal", "cut_off"]
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything the same policy needs to go on; resuming it any number of times leaves it untouched.
+
+    Attributes:
+        context: int32 [T], the token ids the policy sees next, ready to be sampled from (read-only).
+        seed_length: how many of the first tokens are the opening messages, which survive context management.
+        environment: the environment's snapshot.
+        num_turns: task turns taken so far.
+        num_tokens: tokens generated so far on the path, context management included.
+        resumable: False where the environment could not be copied; such a state is never offered for a continuation.
+    """
+
+    context: np.ndarray
+    seed_length: int
+    environment: bytes
+    num_turns: int = 0
+    num_tokens: int = 0
+    resumable: bool = True
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One edge of a rollout tree: the tokens appended to the parent's context, the reward, and where it led.
+
+    The context of the child is `parent context + token_ids`, unless `reset` holds the ids that replace it
+    (context management). A training row is always `parent context + token_ids` with loss on `generated`.
+
+    Attributes:
+        token_ids: int32 [T], generated and observed tokens in order.
+        generated: bool [T], True where the policy sampled the token.
+        task: bool [T], True where a generated token belongs to a task turn (False for context management).
+        logprobs: float32 [T], the sampler's log-probabilities; 0 where not generated, NaN where unknown.
+        versions: int32 [T], policy version that sampled the token; -1 where not generated.
+        reward: R = sum_t gamma^t r_t over the segment's task transitions.
+        num_steps: d, the number of task transitions (context management counts 0).
+        status: what the segment led to.
+        reset: int32 [T'] context that replaces the old one, or None.
+        reason: why it ended ("done", "turn_cap", "token_cap", "context_cap", "compaction", "turn").
+    """
+
+    token_ids: np.ndarray
+    generated: np.ndarray
+    task: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    reward: float
+    num_steps: int
+    status: Status
+    reset: np.ndarray | None = None
+    reason: str = "turn"
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens, what a budget is charged."""
+        return int(self.generated.sum())
