@@ -24,11 +24,13 @@ class Action:
         text: the reply as text.
         ended: True when the policy ended its own turn (end-of-turn token); False when a stop string or the token limit did.
         last: True when no turn follows: the environment must grade what it has and answer `done=True`.
+        stop: the stop string that ended the reply, which `text` lacks; None when something else ended it.
     """
 
     text: str
     ended: bool
     last: bool = False
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
