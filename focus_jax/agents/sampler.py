@@ -26,6 +26,10 @@ class SamplerError(Exception):
         self.num_tokens = num_tokens
 
 
+class ContextLengthError(SamplerError):
+    """The prompt leaves no room for a reply in the server's context. No request was made; nothing was generated."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one reply.
