@@ -1,11 +1,14 @@
-"""What the agent acts on: the `Environment` protocol, its data, and a conformance kit."""
+"""What the agent acts on: the `Environment` protocol, its data, and how it is called."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, TypeVar
 
-Role = Literal["user", "tool", "continue"]
+T = TypeVar("T")
 
 
 class EnvironmentFailure(Exception):
@@ -73,3 +76,66 @@ class Environment(Protocol):
     def snapshot(self) -> bytes: ...
 
     def restore(self, snapshot: bytes) -> None: ...
+
+
+def call_environment(operation: str, function: Callable[..., T], *args: Any) -> T:
+    """Call into an environment's code; whatever breaks there is a failure that says where.
+
+    Args:
+        operation: what is being done, for the message.
+        function: a method of the environment, or a function of it.
+
+    Raises:
+        EnvironmentFailure, GraderFailure: as the environment raised them; any other exception, an exit included,
+            becomes an `EnvironmentFailure` with the exception as its cause.
+    """
+    try:
+        return function(*args)
+    except (EnvironmentFailure, GraderFailure):
+        raise
+    except (Exception, SystemExit) as error:
+        raise EnvironmentFailure(f"`{operation}` raised {type(error).__name__}: {error}") from error
+
+
+def check_observation(observation: Observation, operation: str) -> Observation:
+    """The observation itself, if it is one that can be used.
+
+    Raises:
+        EnvironmentFailure: it is no `Observation`, or its reward, messages or transitions are not what they should be.
+    """
+    if not isinstance(observation, Observation):
+        raise EnvironmentFailure(f"`{operation}`: expected an Observation, got {type(observation).__name__}")
+    if not _is_finite(observation.reward):
+        raise EnvironmentFailure(f"`{operation}`: expected a finite reward, got {observation.reward!r}")
+    if not (isinstance(observation.num_transitions, int) and observation.num_transitions >= 0):
+        raise EnvironmentFailure(f"`{operation}`: expected `num_transitions` >= 0, got {observation.num_transitions!r}")
+    for message in observation.messages:
+        if not (isinstance(message, Message) and isinstance(message.content, str)):
+            raise EnvironmentFailure(f"`{operation}`: expected messages with text contents, got {message!r}")
+    return observation
+
+
+def take_snapshot(environment: Environment) -> tuple[bytes, bool]:
+    """The environment's snapshot and True, or nothing and False, with a warning, where it cannot be copied.
+
+    Raises:
+        EnvironmentFailure, GraderFailure: the machinery broke, which is not the same as refusing to be copied.
+    """
+    try:
+        snapshot = environment.snapshot()
+    except (EnvironmentFailure, GraderFailure):
+        raise
+    except Exception as error:
+        name = type(environment).__name__
+        warnings.warn(f"{name} cannot be copied, so its states cannot be resumed: {error}", RuntimeWarning, stacklevel=2)
+        return b"", False
+    if not isinstance(snapshot, bytes):
+        raise EnvironmentFailure(f"`snapshot`: expected bytes, got {type(snapshot).__name__}")
+    return snapshot, True
+
+
+def _is_finite(reward: object) -> bool:
+    try:
+        return math.isfinite(reward)  # type: ignore[arg-type]
+    except (TypeError, OverflowError):
+        return False

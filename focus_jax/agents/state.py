@@ -7,6 +7,9 @@ from typing import Literal
 
 import numpy as np
 
+from focus_jax.agents.environment import EnvironmentFailure, GraderFailure
+from focus_jax.agents.sampler import SamplerError
+
 # What a segment led to. "open": the policy can go on from here. "terminal": the episode is over.
 # "cut_off": a cap ended it and the task bootstraps from the critic there.
 Status = Literal["open", "terminal", "cut_off"]
@@ -68,3 +71,43 @@ class Segment:
     def num_generated(self) -> int:
         """Generated tokens, what a budget is charged."""
         return int(self.generated.sum())
+
+
+FailureKind = Literal["sampler", "environment", "grader", "time", "critic"]
+
+
+class AttemptFailure(Exception):
+    """Why an attempt came to nothing: recorded with it, never a reward.
+
+    Args:
+        kind: who failed.
+        message: what happened.
+    """
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+def classify_failure(error: BaseException) -> AttemptFailure | None:
+    """Who failed, or None for a mistake in a program, which should stop the run.
+
+    Example:
+        >>> classify_failure(TimeoutError("600 s are over")).kind
+        'time'
+        >>> classify_failure(TypeError("no")) is None
+        True
+    """
+    if isinstance(error, AttemptFailure):
+        return error
+    kinds: dict[type[Exception], FailureKind] = {
+        SamplerError: "sampler",
+        EnvironmentFailure: "environment",
+        GraderFailure: "grader",
+        TimeoutError: "time",
+    }
+    for exception, kind in kinds.items():
+        if isinstance(error, exception):
+            return AttemptFailure(kind, str(error) or type(error).__name__)
+    return None

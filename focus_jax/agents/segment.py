@@ -1,0 +1,209 @@
+"""A segment while it is being built: what the turn loop and the context managers append to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from focus_jax.agents.environment import Environment, EnvironmentFailure, Message
+from focus_jax.agents.render import ChatRenderer
+from focus_jax.agents.sampler import Sample, Sampler, SamplerError, SamplingParams
+from focus_jax.agents.state import Segment, State, Status
+
+
+@dataclass
+class SegmentBuilder:
+    """Grows one segment from a state: messages and replies in, a `Segment` and the `State` it leads to out.
+
+    Messages wait until the next reply is sampled, so that a request added to an observation is rendered with it.
+
+    Attributes:
+        environment: the live environment.
+        token_limit: most tokens the path may have generated.
+        reserve: context tokens kept free for a forced last answer.
+        context: int32 [T], the ids so far, without the messages that wait.
+        pending: messages that wait.
+        reset: int32 [T], the context that replaces this one, or None. Once set, the segment is complete.
+        num_turns: task turns in this segment, that is since the start or the last compaction.
+        num_steps: d, task transitions in this segment.
+        reward: R = sum_t gamma^t r_t so far.
+    """
+
+    state: State
+    environment: Environment
+    sampler: Sampler
+    renderer: ChatRenderer
+    params: SamplingParams
+    gamma: float
+    seed: int
+    charge: Callable[[int], None]
+    token_limit: int
+    reserve: int
+    context: np.ndarray = field(init=False)
+    pending: tuple[Message, ...] = ()
+    reset: np.ndarray | None = None
+    num_turns: int = 0
+    num_steps: int = 0
+    reward: float = 0.0
+    _num_calls: int = 0
+    _num_generated: int = 0
+    _pending_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    # ids; log-probabilities, None where observed; whether a task turn; policy version
+    _spans: list[tuple[np.ndarray, np.ndarray | None, bool, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.context = self.state.context
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt that the policy would see next."""
+        return len(self.context) + len(self._pending_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated on the whole path, context management included."""
+        return self.state.num_tokens + self._num_generated
+
+    @property
+    def room(self) -> int:
+        """Most tokens that can be generated now (below 1: none), leaving room for a forced last answer."""
+        return min(self.token_limit - self.num_generated, self.sampler.context_length - self.num_tokens - self.reserve)
+
+    def append(self, messages: Sequence[Message]) -> None:
+        """Add messages after the context; consecutive user messages become one, for templates that want alternation."""
+        self._require_open()
+        for message in messages:
+            if self.pending and self.pending[-1].role == message.role == "user":
+                *rest, last = self.pending
+                self.pending = (*rest, Message("user", f"{last.content}\n\n{message.content}"))
+            else:
+                self.pending = (*self.pending, message)
+        self._pending_ids = self.renderer.turn(self.pending, int(self.context[-1]))
+
+    def drop_pending(self) -> None:
+        """Forget the messages that wait: they do not fit."""
+        self.pending, self._pending_ids = (), np.zeros(0, np.int32)
+
+    async def generate(self, max_tokens: int, *, task: bool = False, stop: tuple[str, ...] = ()) -> Sample:
+        """Sample a reply of the policy and append it exactly as sampled.
+
+        Args:
+            max_tokens: most tokens to generate; cut to `room`.
+            task: True for a task turn, False for context management (trained all the same, d counts 0).
+            stop: stop strings.
+
+        Raises:
+            SamplerError: the server failed, or broke the reply off. What it generated has been charged; the attempt
+                fails and may be launched again, nothing of the broken reply is kept or graded.
+            RuntimeError: there is no room, or the context has been replaced.
+        """
+        self._require_open()
+        limit = min(max_tokens, self.room)
+        if limit < 1:
+            raise RuntimeError(f"no room to generate ({self.room} tokens); look at `room` first")
+        self._flush()
+        params = replace(self.params, max_tokens=limit, stop=stop, seed=call_seed(self.seed, self._num_calls))
+        self._num_calls += 1
+        try:
+            sample = await self.sampler.sample(self.context, params)
+        except SamplerError as error:
+            self.charge(error.num_tokens)
+            raise
+        num_tokens = len(sample.ids)
+        self.charge(num_tokens)
+        if sample.finish_reason == "abort":
+            raise SamplerError(f"the server broke the reply off after {num_tokens} tokens", num_tokens=num_tokens)
+        if num_tokens > limit:
+            raise SamplerError(
+                f"`max_tokens`: asked for at most {limit}, the sampler answered {num_tokens}", num_tokens=num_tokens
+            )
+        self._num_generated += num_tokens
+        self._add(np.asarray(sample.ids, np.int32), np.asarray(sample.logprobs, np.float32), task, sample.policy_version)
+        return sample
+
+    def add_transition(self, reward: float, num_transitions: int) -> None:
+        """Count a task turn: its reward, discounted by the transitions before it, then its transitions."""
+        self.add_reward(reward)
+        self.num_steps += num_transitions
+        self.num_turns += 1
+
+    def add_reward(self, reward: float) -> None:
+        """Add a reward at this point: R += gamma^d * reward."""
+        self.reward += self.gamma**self.num_steps * reward
+
+    def replace(self, messages: Sequence[Message]) -> None:
+        """Let the seed messages and `messages` replace the context; this completes the segment, at a branch point.
+
+        Raises:
+            EnvironmentFailure: the new context leaves no room for a reply.
+        """
+        self._require_open()
+        # What waits is part of the parent's transcript even though the new context does not show it.
+        self._flush()
+        context = np.concatenate([self.state.context[: self.state.seed_length], self.renderer.extend(messages)])
+        longest = self.sampler.context_length - self.reserve - 1
+        if len(context) > longest:
+            raise EnvironmentFailure(
+                f"after compaction the context would hold {len(context)} tokens, at most {longest} leave room for a reply: "
+                "shorten the workspace's text, the opening or `summary_tokens`"
+            )
+        self.reset = _frozen(context)
+
+    def finish(self, status: Status, reason: str, environment: bytes = b"", resumable: bool = False) -> tuple[Segment, State]:
+        """The segment, and the state that it leads to; messages that wait and fit are appended."""
+        self._flush()
+        empty = (np.zeros(0, np.int32), None, False, -1)
+        spans = self._spans or [empty]
+        segment = Segment(
+            token_ids=_frozen(np.concatenate([ids for ids, *_ in spans])),
+            generated=_frozen(np.concatenate([np.full(len(ids), lp is not None) for ids, lp, *_ in spans])),
+            task=_frozen(np.concatenate([np.full(len(ids), task) for ids, _, task, _ in spans])),
+            logprobs=_frozen(np.concatenate([np.zeros(len(ids), np.float32) if lp is None else lp for ids, lp, *_ in spans])),
+            versions=_frozen(np.concatenate([np.full(len(ids), version, np.int32) for ids, _, _, version in spans])),
+            reward=self.reward,
+            num_steps=self.num_steps,
+            status=status,
+            reset=self.reset,
+            reason=reason,
+        )
+        state = State(
+            context=_frozen(self.context) if self.reset is None else self.reset,
+            seed_length=self.state.seed_length,
+            environment=environment,
+            num_turns=self.state.num_turns + self.num_turns,
+            num_tokens=self.num_generated,
+            resumable=resumable,
+        )
+        return segment, state
+
+    def _flush(self) -> None:
+        if len(self._pending_ids) and self.num_tokens <= self.sampler.context_length:
+            self._add(self._pending_ids, None, False, -1)
+        self.drop_pending()
+
+    def _add(self, ids: np.ndarray, logprobs: np.ndarray | None, task: bool, version: int) -> None:
+        self._spans.append((ids, logprobs, task, version))
+        self.context = _frozen(np.concatenate([self.context, ids]))
+
+    def _require_open(self) -> None:
+        if self.reset is not None:
+            raise RuntimeError("the context has been replaced: the segment is complete, return from the context manager")
+
+
+def call_seed(seed: int, index: int) -> int:
+    """Seed of the policy call `index` within a segment, in [0, 2**31): a hash, so that no two calls are alike.
+
+    Example:
+        >>> call_seed(7, 0) == call_seed(7, 0), call_seed(7, 0) == call_seed(7, 1)
+        (True, False)
+    """
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**31
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
