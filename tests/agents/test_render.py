@@ -226,3 +226,15 @@ def test_tokenizer_input_grows_linearly_with_turns():
         assert len(segments) == num_turns
         used.append(agent.renderer.tokenizer.num_chars)
     assert used[1] / used[0] <= 2.2
+
+
+def test_template_text_is_encoded_once():
+    """B66: a turn costs the tokenizer its contents; what frames them is known."""
+    tokenizer = ToyTokenizer()
+    renderer = ChatRenderer(tokenizer)
+    first = renderer.turn(messages(("user", "one")), 5)
+    before = tokenizer.num_chars
+    assert renderer.turn(messages(("user", "two")), 5).shape == first.shape
+    assert tokenizer.num_chars - before == 3
+    renderer.turn(messages(("user", "one")), 5)
+    assert tokenizer.num_chars - before == 3

@@ -321,9 +321,28 @@ def test_max_generated_bounds_every_continuation(context_manager, cut_off):
 
 
 def test_max_generated_is_reached():
+    """The bound is exact: the turns left and the free context are counted, not only the tokens."""
     agent = make_agent(lambda n, prompt, params: "z" * 10_000, max_turns=3)
     _, states, charged = run(agent)
-    assert agent.max_generated(states[0]) == sum(charged) == 3 * 100 + 20
+    assert [agent.max_generated(s) for s in states[:-1]] == [320, 220, 120]
+    assert sum(charged) == 320
+    agent = make_agent(lambda n, prompt, params: "z" * 10_000, reply_tokens=1000, context_length=500)
+    _, states, charged = run(agent, {"observation": []})
+    assert agent.max_generated(states[0]) == sum(charged) < 500
+
+
+@pytest.mark.parametrize(("caps", "calls"), [({"max_turns": 3}, 2), ({"max_tokens": 4}, 1)])
+def test_context_is_not_managed_when_no_turn_follows(caps, calls):
+    class Watching:
+        turns = ()
+
+        async def after_turn(self, segment):
+            self.turns = (*self.turns, segment.num_turns)
+            return False
+
+    agent = make_agent(lambda n, prompt, params: "a", context_manager=Watching(), **caps)
+    run(agent)
+    assert len(agent.context_manager.turns) == calls
 
 
 # Failures
