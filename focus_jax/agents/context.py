@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from focus_jax.agents.environment import Message, call_environment
 from focus_jax.agents.sampler import Sample
 from focus_jax.agents.segment import SegmentBuilder
-from focus_jax.agents.threads import run_blocking
+from focus_jax.agents.threads import run_environment
 
 
 class ContextManager(Protocol):
@@ -107,7 +107,7 @@ class Summarize:
                 segment.add_reward(-self.penalty)
         text = "The transcript up to these notes of yours has been cleared. Go on from here."
         if self.workspace is not None:
-            shown = await run_blocking(call_environment, "workspace", self.workspace, segment.environment)
+            shown = await run_environment(segment.environment, call_environment, "workspace", self.workspace, segment.environment)
             text += f"\n\nYour workspace:\n\n{shown}"
         # The notes stand as a reply, so that the roles alternate, as some templates demand.
         segment.replace([Message("assistant", summary or "(no notes)"), Message("user", text)])

@@ -65,8 +65,9 @@ class Observation:
 class Environment(Protocol):
     """A resumable task. One instance serves one attempt at a time; `snapshot` and `restore` carry it elsewhere.
 
-    `step` may block (it runs in a worker thread). It raises `EnvironmentFailure` or `GraderFailure` when the machinery
-    breaks; any other exception counts as an environment failure too.
+    Every call may block: it runs in a thread of its own, unless the environment has an attribute `blocking = False`, which
+    saves a quick one the thread. It raises `EnvironmentFailure` or `GraderFailure` when the machinery breaks; any other
+    exception counts as an environment failure too.
     """
 
     def reset(self, task: Any) -> Observation: ...

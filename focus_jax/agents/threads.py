@@ -35,3 +35,10 @@ async def run_blocking(function: Callable[..., T], *args: Any) -> T:
 
     threading.Thread(target=work, daemon=True, name=f"blocking-{getattr(function, '__name__', 'call')}").start()
     return await future
+
+
+async def run_environment(environment: object, function: Callable[..., T], *args: Any) -> T:
+    """Run an environment's code beside the event loop, or right here where the environment says `blocking = False`."""
+    if getattr(environment, "blocking", True):
+        return await run_blocking(function, *args)
+    return function(*args)

@@ -23,7 +23,7 @@ from focus_jax.agents.render import ChatRenderer
 from focus_jax.agents.sampler import Sampler, SamplingParams
 from focus_jax.agents.segment import SegmentBuilder
 from focus_jax.agents.state import Segment, State
-from focus_jax.agents.threads import run_blocking
+from focus_jax.agents.threads import run_environment
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Agent:
             ValueError: the opening leaves no room for a reply, or the chat template refuses it.
             EnvironmentFailure: the environment broke.
         """
-        observation = await run_blocking(call_environment, "reset", environment.reset, task)
+        observation = await run_environment(environment, call_environment, "reset", environment.reset, task)
         check_observation(observation, "reset")
         if not observation.messages or observation.done or observation.reward:
             raise EnvironmentFailure("`reset`: expected opening messages, no reward and `done=False`")
@@ -116,7 +116,7 @@ class Agent:
         length = min(len(seed), len(context))
         seed_length = int(np.append(seed[:length] == context[:length], False).argmin())
         context.flags.writeable = False
-        snapshot, resumable = await run_blocking(take_snapshot, environment)
+        snapshot, resumable = await run_environment(environment, take_snapshot, environment)
         return State(context, seed_length, snapshot, resumable=resumable)
 
     async def segment(
@@ -142,7 +142,7 @@ class Agent:
             EnvironmentFailure, GraderFailure: the environment or its grader broke, or gave a reward that is not finite.
         """
         if state.resumable:
-            await run_blocking(call_environment, "restore", environment.restore, state.environment)
+            await run_environment(environment, call_environment, "restore", environment.restore, state.environment)
         segment = SegmentBuilder(
             state, environment, self.sampler, self.renderer, self.params, self.gamma, seed, charge, self.max_tokens, self._reserve
         )
@@ -157,9 +157,9 @@ class Agent:
             is_branch_point = await self.context_manager.after_turn(segment)
             if segment.reset is not None or (is_branch_point and self._cap(segment) is None):
                 reason = "turn" if segment.reset is None else "compaction"
-                return segment.finish("open", reason, *await run_blocking(take_snapshot, environment))
+                return segment.finish("open", reason, *await run_environment(environment, take_snapshot, environment))
         if self.cut_off == "bootstrap":
-            return segment.finish("cut_off", cap, *await run_blocking(take_snapshot, environment))
+            return segment.finish("cut_off", cap, *await run_environment(environment, take_snapshot, environment))
         await self._submit(segment)
         return segment.finish("terminal", cap)
 
@@ -185,7 +185,7 @@ class Agent:
         sample = await segment.generate(max_tokens, task=True, stop=stop)
         ended = sample.finish_reason == "stop" and sample.stop is None
         action = Action(sample.text, ended=ended, last=last, stop=sample.stop)
-        observation = await run_blocking(call_environment, "step", segment.environment.step, action)
+        observation = await run_environment(segment.environment, call_environment, "step", segment.environment.step, action)
         check_observation(observation, "step")
         segment.add_transition(float(observation.reward), observation.num_transitions)
         return observation
