@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
+from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Threads that wait for work, each by its inbox; one that hangs in a call never comes back here.
+_idle: deque[SimpleQueue[Callable[[], None]]] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # threads do not survive a fork
+
 
 async def run_blocking(function: Callable[..., T], *args: Any) -> T:
-    """Run `function(*args)` in a thread of its own and await its result.
+    """Run `function(*args)` in another thread and await its result.
 
-    Unlike `asyncio.to_thread` there is no pool to run dry, and the thread is a daemon: a tool that hangs is left behind
+    Unlike `asyncio.to_thread` there is no pool to run dry, and the threads are daemons: a tool that hangs is left behind
     when its deadline passes and does not keep the process alive.
     """
     loop = asyncio.get_running_loop()
@@ -25,7 +32,7 @@ async def run_blocking(function: Callable[..., T], *args: Any) -> T:
             set_outcome(outcome)
 
     def work() -> None:
-        settled: tuple[Callable[[Any], None], Any]
+        settled: tuple[Any, ...]
         try:
             settled = (future.set_result, function(*args))
         except BaseException as error:
@@ -33,7 +40,12 @@ async def run_blocking(function: Callable[..., T], *args: Any) -> T:
         with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
             loop.call_soon_threadsafe(settle, *settled)
 
-    threading.Thread(target=work, daemon=True, name=f"blocking-{getattr(function, '__name__', 'call')}").start()
+    try:
+        inbox = _idle.pop()
+    except IndexError:
+        inbox = SimpleQueue()
+        threading.Thread(target=_serve, args=(inbox,), daemon=True, name="blocking-call").start()
+    inbox.put(work)
     return await future
 
 
@@ -42,3 +54,9 @@ async def run_environment(environment: object, function: Callable[..., T], *args
     if getattr(environment, "blocking", True):
         return await run_blocking(function, *args)
     return function(*args)
+
+
+def _serve(inbox: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        inbox.get()()
+        _idle.append(inbox)
