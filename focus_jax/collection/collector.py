@@ -1,0 +1,314 @@
+"""Grows rollout trees: launches continuations where the passes buy them, and takes in what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from focus_jax.agents import Agent, AttemptFailure, Environment, Segment, State, classify_failure
+from focus_jax.collection.critic import Critic
+from focus_jax.collection.evidence import Frontier
+from focus_jax.collection.journal import Journal, JournalError, Launch, Outcome, Root
+from focus_jax.collection.passes import Choice, Pass
+from focus_jax.collection.round import INTERRUPTED, Round
+from focus_jax.collection.tree import Continuation
+
+
+@dataclass
+class _Attempt:
+    """A launch in flight and the tokens it has generated so far."""
+
+    launch: Launch
+    tokens: int = 0
+
+    def charge(self, num_tokens: int) -> None:
+        self.tokens += num_tokens
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a display is told after every launch and outcome: the round, attempts in flight, the last score bought."""
+
+    round: Round
+    in_flight: int
+    score: float
+
+
+async def collect(
+    agent: Agent,
+    critic: Critic,
+    tasks: Mapping[str, Any],
+    passes: Sequence[Pass],
+    *,
+    make_environment: Callable[[], Environment],
+    num_workers: int = 8,
+    seed: int = 0,
+    journal: Path | str | None = None,
+    shared_budget: bool = False,
+    attempt_timeout: float = 600.0,
+    max_failures: int = 3,
+    policy_version: int = 0,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Round:
+    """Grow a rollout tree for every task under the budgets of the passes, policy and critic fixed.
+
+    Each continuation starts from a copy of a node's state and runs to the end of its episode. What it found enters the
+    tree whole or, when the sampler, the environment, the grader or time failed it, not at all: the failure is recorded,
+    its tokens are charged, and no reward is invented. Calling again with the same journal goes on where it stopped.
+
+    Args:
+        agent: the acting policy and how it takes turns.
+        critic: predicts the value of every new state.
+        tasks: problem id -> what `Environment.reset` takes.
+        passes: allocation rules with their budgets, one after the other.
+        make_environment: a fresh environment; called once per attempt.
+        num_workers: most continuations in flight.
+        seed: fixes, with tree, node and attempt, the seed of every reply.
+        journal: SQLite file of the round, or None to keep it in memory.
+        shared_budget: one budget per pass over all problems, instead of one per pass and problem.
+        attempt_timeout: seconds after which an attempt counts as failed by time.
+        max_failures: so many failed attempts in a row end a problem; the others go on.
+        policy_version: version of the acting weights, kept with every launch.
+        report: told of every launch and outcome.
+
+    Returns:
+        The round: trees, evidence, failures and ledgers.
+
+    Raises:
+        ValueError: no tasks or passes, a bad number.
+        JournalError: the journal is in use, cannot be written, or belongs to another run.
+        AllAttemptsFailed: not one attempt on any problem finished.
+
+    Source: project page, "Put the pieces together".
+    """
+    if not tasks:
+        raise ValueError("`tasks`: expected at least one problem, got none")
+    if num_workers < 1:
+        raise ValueError(f"`num_workers`: expected at least 1, got {num_workers}")
+    if not (attempt_timeout > 0 and max_failures >= 1):
+        raise ValueError(f"expected `attempt_timeout` > 0 and `max_failures` >= 1, got {attempt_timeout} and {max_failures}")
+    round_ = Round(passes, tuple(tasks), gamma=agent.gamma, shared_budget=shared_budget, max_failures=max_failures)
+    settings = {
+        "seed": seed,
+        "gamma": agent.gamma,
+        "shared_budget": shared_budget,
+        "max_failures": max_failures,
+        "policy_version": policy_version,
+        "passes": [p.describe() for p in passes],
+        "problems": list(tasks),
+        "tasks": _digest(tasks),
+        "agent": agent.describe(),
+        "critic": repr(critic),
+    }
+    book = Journal(journal, settings)
+    try:
+        collector = _Collector(
+            agent, critic, tasks, make_environment, num_workers, seed, attempt_timeout, policy_version, report, round_, book
+        )
+        await collector.run()
+    finally:
+        book.close()
+    if round_.failures and not any(tree is not None and len(tree) > 1 for tree in round_.trees):
+        raise AllAttemptsFailed(
+            "no attempt on any problem finished; the first failure was in the "
+            f"{round_.failures[0].kind}: {round_.failures[0].message}"
+        )
+    return round_
+
+
+class AllAttemptsFailed(Exception):
+    """Nothing succeeded: most likely a server, a sandbox or a grader is down."""
+
+
+@dataclass
+class _Collector:
+    agent: Agent
+    critic: Critic
+    tasks: Mapping[str, Any]
+    make_environment: Callable[[], Environment]
+    num_workers: int
+    seed: int
+    attempt_timeout: float
+    policy_version: int
+    report: Callable[[Progress], None]
+    round: Round
+    journal: Journal
+    in_flight: dict[asyncio.Task[Continuation], _Attempt] = field(default_factory=dict)
+    score: float = math.nan
+
+    async def run(self) -> None:
+        self._resume()
+        await self._start_problems()
+        try:
+            while True:
+                self._launch()
+                if not self.in_flight:
+                    return
+                done, _ = await asyncio.wait(self.in_flight, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda t: self.in_flight[t].launch.attempt):
+                    self._settle(task)
+        finally:
+            await self._drain()
+
+    def _resume(self) -> None:
+        """Take in the journal of an earlier run; what was in flight when it ended is launched again."""
+        self.round.load(self.journal)
+        for attempt in list(self.round.launches):
+            self._record(Outcome(attempt, INTERRUPTED, "the process ended before it did", 0, None))
+
+    async def _start_problems(self) -> None:
+        known = {root.problem for root in self.journal.roots()}
+        for problem, (name, task) in enumerate(self.tasks.items()):
+            if problem not in known:
+                root = await self._root(problem, name, task)
+                self.journal.add_root(root)
+                self.round.start(root)
+
+    async def _root(self, problem: int, name: str, task: Any) -> Root:
+        try:
+            state = await self.agent.start(self.make_environment(), task)
+            value = (await self._values([state]))[0]
+        except ValueError as error:  # the opening does not fit the context, or the chat template refuses it
+            return Root(problem, name, None, error=f"could not start: {error}")
+        except Exception as error:
+            failure = classify_failure(error)
+            if failure is None:
+                raise
+            return Root(problem, name, None, error=f"could not start, {failure.kind}: {failure}")
+        if not state.resumable:
+            return Root(problem, name, None, error="could not start, environment: its state cannot be copied")
+        return Root(problem, name, state, value, self.agent.max_generated(state))
+
+    def _launch(self) -> None:
+        """Fill the free workers, pass by pass; a group with nothing left to buy and nothing in flight moves on."""
+        for index in range(len(self.round.passes)):
+            self._buy(index)
+            if len(self.in_flight) == self.num_workers:
+                return
+            self.round.move_on(index)
+
+    def _buy(self, index: int) -> None:
+        """Launch what the rule of pass `index` chooses, until the workers are busy or nothing more is worth its price."""
+        rule = self.round.passes[index].rule
+        while (free := self.num_workers - len(self.in_flight)) > 0:
+            frontier = self.round.frontier(index)
+            choices = rule(frontier, free, max_pending=self.round.passes[index].pending_limit) if len(frontier) else []
+            launched = self._start(index, frontier, choices)
+            if launched == len(choices) < free:
+                return
+
+    def _start(self, index: int, frontier: Frontier, choices: list[Choice]) -> int:
+        """Launch choices in order up to the first that the budget no longer holds; returns how many."""
+        launches = []
+        for candidate, score in choices:
+            problem, node = int(frontier.tree[candidate]), int(frontier.node[candidate])
+            if not self.round.affords(index, problem, node):
+                break
+            number = self.round.number(problem, node)
+            launch = Launch(
+                self.round.num_attempts,
+                problem,
+                node,
+                index,
+                number,
+                derive_seed(self.seed, problem, node, number),
+                self.policy_version,
+                self.round.price(problem, node),
+                score,
+            )
+            self.round.launch(launch)
+            launches.append(launch)
+        self.journal.launch(launches)
+        for launch in launches:
+            attempt = _Attempt(launch)
+            self.in_flight[asyncio.create_task(self._attempt(attempt))] = attempt
+            self._tell(launch.score)
+        return len(launches)
+
+    async def _attempt(self, attempt: _Attempt) -> Continuation:
+        """Run one continuation from a copy of its node's state to the end of its episode."""
+        launch = attempt.launch
+        environment = self.make_environment()
+        state = self.round.tree(launch.problem).state(launch.node)
+        segments: list[Segment] = []
+        states: list[State] = []
+        async with asyncio.timeout(self.attempt_timeout):
+            while not segments or segments[-1].status == "open":
+                seed = derive_seed(launch.seed, len(segments))
+                segment, state = await self.agent.segment(environment, state, seed=seed, charge=attempt.charge)
+                segments.append(segment)
+                states.append(state)
+            alive = [s for s, g in zip(states, segments, strict=True) if g.status != "terminal"]
+            values = await self._values(alive)
+        values += [0.0] * (len(states) - len(values))  # only the last state can be terminal
+        prices = tuple(self.agent.max_generated(s) for s in states)
+        return Continuation(tuple(segments), tuple(states), tuple(values), prices)
+
+    async def _values(self, states: list[State]) -> list[float]:
+        try:
+            values = np.asarray(await self.critic.score(states), np.float64) if states else np.zeros(0)
+        except Exception as error:
+            raise AttemptFailure("critic", f"{type(error).__name__}: {error}") from error
+        if values.shape != (len(states),) or not np.isfinite(values).all():
+            raise AttemptFailure("critic", f"expected {len(states)} finite values, got {values!r}")
+        return values.tolist()
+
+    def _settle(self, task: asyncio.Task[Continuation]) -> None:
+        attempt = self.in_flight.pop(task)
+        number = attempt.launch.attempt
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            self._record(Outcome(number, "finished", None, attempt.tokens, task.result()))
+            return
+        failure = classify_failure(error) if isinstance(error, Exception) else None
+        if failure is None:
+            self._record(Outcome(number, INTERRUPTED, repr(error), attempt.tokens, None))
+            raise error
+        self._record(Outcome(number, failure.kind, str(failure), attempt.tokens, None))
+
+    def _record(self, outcome: Outcome) -> None:
+        """The journal first: what is not written down has not happened."""
+        if outcome.continuation is not None:
+            self.journal.finish(outcome.attempt, outcome.continuation, outcome.tokens)
+        else:
+            self.journal.fail(outcome.attempt, outcome.kind, outcome.message or "", outcome.tokens)
+        self.round.settle(outcome)
+        self._tell(self.score)
+
+    async def _drain(self) -> None:
+        """Stop what is still in flight (an error or Ctrl-C ends the run) and charge what it generated."""
+        for task in self.in_flight:
+            task.cancel()
+        await asyncio.gather(*self.in_flight, return_exceptions=True)
+        for attempt in self.in_flight.values():
+            with contextlib.suppress(JournalError):  # where the journal is what broke, the first error says so
+                self._record(Outcome(attempt.launch.attempt, INTERRUPTED, "the run was stopped", attempt.tokens, None))
+        self.in_flight.clear()
+
+    def _tell(self, score: float) -> None:
+        self.score = score
+        self.report(Progress(self.round, len(self.in_flight), score))
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed in [0, 2**31) fixed by whole numbers, such as (run seed, tree, node, attempt): siblings differ, replays repeat.
+
+    Example:
+        >>> derive_seed(0, 1, 2, 0) == derive_seed(0, 1, 2, 0) != derive_seed(0, 1, 2, 1)
+        True
+    """
+    digest = hashlib.blake2b(",".join(str(int(p)) for p in parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+def _digest(tasks: Mapping[str, Any]) -> str:
+    """Tells one set of problems from another, so that a journal is not continued with other data."""
+    return hashlib.blake2b("\n".join(f"{k}: {v!r}" for k, v in tasks.items()).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,63 @@
+"""A rollout tree on a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+from rich.markup import escape
+from rich.tree import Tree
+
+from focus_jax.collection import Credit, HostTree
+
+
+def show_tree(
+    tree: HostTree, credit: Credit, index: int, *, outcomes: np.ndarray, decode: Callable[[np.ndarray], str], width: int = 60
+) -> Tree:
+    """A tree to print with rich: every node with its numbers, after what the segment into it said and earned.
+
+    Args:
+        tree: the tree.
+        credit: what a method made of it and of others.
+        index: which of the trees in `credit` it is.
+        outcomes: float [N], observed outcomes (the scheduler's count) of each node.
+        decode: token ids to text.
+        width: most characters of a segment's text.
+
+    Source: project page, "Watch how the methods assign credit".
+    """
+    advantages, refined, targets, children = (
+        arrays[index] for arrays in (credit.advantages, credit.refined, credit.targets, credit.num_children)
+    )
+
+    def label(node: int) -> str:
+        segment = tree.nodes[node].segment
+        earned, said = "", f"problem {escape(tree.problem)}"
+        if segment is not None:
+            color = "green" if advantages[node] > 0 else "red" if advantages[node] < 0 else "default"
+            earned = f"[bold {color}]A {advantages[node]:+.2f}[/] "
+            said = escape(_shorten(decode(segment.token_ids[segment.generated]), width))
+        if tree.status(node) == "terminal":
+            return f"{earned}{said}  [bold]reward {tree.reward[node]:g}[/]"
+        numbers = f"V {tree.values[node]:.2f}  N {outcomes[node]:.0f}  n {children[node]}  target {targets[node]:.2f}"
+        return f"{earned}{said}  [dim]{numbers}[/]  [bold]refined {refined[node]:.2f}[/]"
+
+    branches = {0: Tree(label(0))}
+    for node, parent in enumerate(tree.parent.tolist()[1:], 1):
+        branches[node] = branches[parent].add(label(node))
+    return branches[0]
+
+
+def start_depths(tree: HostTree) -> Counter[int]:
+    """How many finished continuations started at each depth of a tree; depth 0 is the root."""
+    depth = tree.depth
+    # The first node of an attempt hangs under its starting node, and nodes of one attempt are in order.
+    starts = {node.attempt: int(depth[node.parent]) for node in reversed(tree.nodes[1:])}
+    return Counter(starts.values())
+
+
+def _shorten(text: str, width: int) -> str:
+    """One line of at most `width` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"

@@ -1,0 +1,342 @@
+import asyncio
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from simulated import LetterEnvironment, LetterSampler, letter_agent
+
+from focus_jax.collection import (
+    AllAttemptsFailed,
+    Budget,
+    ConstantCritic,
+    Journal,
+    JournalError,
+    Pass,
+    Probes,
+    Random,
+    RandomCritic,
+    RootRollouts,
+    TokenEntropy,
+    Uniform,
+    ValueRefinement,
+    collect,
+    focus_credit,
+    replay,
+)
+
+PASSES = [Pass(RootRollouts(2), Budget(continuations=2)), Pass(ValueRefinement(), Budget(continuations=6))]
+TASKS = {f"p{i}": f"task {i}" for i in range(5)}
+CRITIC = RandomCritic(1)
+TIMES = {"launches": "time", "outcomes": "time"}
+
+
+def run(agent=None, tasks=TASKS, passes=PASSES, critic=CRITIC, make_environment=LetterEnvironment, **knobs):
+    return asyncio.run(collect(agent or letter_agent(), critic, tasks, passes, make_environment=make_environment, **knobs))
+
+
+def contents(path):
+    """Every row of a journal but its clock times."""
+    rows = {}
+    with sqlite3.connect(path) as db:
+        for table in ("meta", "roots", "launches", "outcomes", "segments"):
+            columns = [c[1] for c in db.execute(f"PRAGMA table_info({table})") if c[1] != TIMES.get(table)]
+            rows[table] = db.execute(f"SELECT {', '.join(columns)} FROM {table} ORDER BY 1, 2").fetchall()
+    db.close()
+    return rows
+
+
+def assert_same(a, b):
+    """Trees, evidence and budgets of two rounds are equal, bit for bit (attempt numbers may differ after a crash)."""
+    for s, t in zip(a.trees, b.trees, strict=True):
+        assert (s is None) == (t is None)
+        if s is None:
+            continue
+        assert len(s) == len(t)
+        for i, (m, n) in enumerate(zip(s.nodes, t.nodes, strict=True)):
+            assert (m.parent, m.environment, m.num_turns, m.num_tokens, m.value) == (
+                n.parent, n.environment, n.num_turns, n.num_tokens, n.value)  # fmt: skip
+            np.testing.assert_array_equal(s.context(i), t.context(i))
+            if m.segment is not None:
+                assert (m.segment.reward, m.segment.status) == (n.segment.reward, n.segment.status)
+                np.testing.assert_array_equal(m.segment.logprobs, n.segment.logprobs)
+    np.testing.assert_array_equal(a.evidence.nodes, b.evidence.nodes)
+    assert [[str(x) for x in group] for group in a.ledgers] == [[str(x) for x in group] for group in b.ledgers]
+
+
+def assert_settled(round_):
+    """Nothing is pending or reserved, every tree is valid, and the ledgers hold exactly what the trees and failures tell."""
+    assert not round_.evidence.nodes["pending"].any()
+    for group in round_.ledgers:
+        for ledger in group:
+            assert ledger.reserved_tokens == ledger.reserved_continuations == 0
+            for spent, limit in ((ledger.tokens, ledger.budget.tokens), (ledger.continuations, ledger.budget.continuations)):
+                assert limit is None or spent <= limit
+    trees = [t for t in round_.trees if t is not None]
+    in_trees = sum(n.segment.num_generated for t in trees for n in t.nodes[1:])
+    assert round_.tokens() == in_trees + sum(f.tokens for f in round_.failures)
+    for t in trees:
+        attempts = {n.attempt for n in t.nodes[1:]}
+        tree = round_.problems.index(t.problem)
+        # A finished continuation adds one outcome where it started and one at each node it created.
+        assert round_.evidence.nodes["count"][tree].sum() == len(attempts) + len(t) - 1
+        for i, n in enumerate(t.nodes[1:], 1):
+            assert n.parent < i
+            assert t.status(n.parent) == "open"
+
+
+def test_grows_a_tree_under_each_budget():
+    round_ = run(num_workers=1)
+    assert_settled(round_)
+    for group in round_.ledgers:
+        assert [ledger.continuations for ledger in group] == [2, 6]
+    starts = {n.parent for t in round_.trees for n in t.nodes[1:]}
+    assert len(starts) > 2  # continuations started below the roots, too
+
+
+def test_one_worker_twice_writes_the_same_journal(tmp_path):
+    for name in ("a", "b"):
+        run(letter_agent(failing=0.1), num_workers=1, journal=tmp_path / name)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert contents(tmp_path / "a")["segments"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_replay_of_eight_workers_gives_the_same_round_b73(tmp_path, shared):
+    collected = run(letter_agent(delay=0.003, failing=0.1), num_workers=8, journal=tmp_path / "j", shared_budget=shared)
+    replayed = replay(tmp_path / "j")
+    assert_same(collected, replayed)
+    for a, b in zip(focus_credit(collected.trees).advantages, focus_credit(replayed.trees).advantages, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_budget_is_never_overshot_with_64_workers_and_failures():
+    spent = []
+
+    def watch(progress):
+        for group in progress.round.ledgers:
+            for ledger in group:
+                limit = ledger.budget
+                assert limit.tokens is None or ledger.tokens + ledger.reserved_tokens <= limit.tokens
+                assert limit.continuations is None or ledger.continuations + ledger.reserved_continuations <= limit.continuations
+        spent.append(progress.in_flight)
+
+    passes = [Pass(RootRollouts(3), Budget(continuations=40)), Pass(ValueRefinement(), Budget(tokens=4000), max_pending=3)]
+    tasks = {f"p{i}": f"task {i}" for i in range(12)}
+    agent = letter_agent(delay=0.002, failing=0.07)  # about 20 % of attempts
+    round_ = run(agent, tasks, passes, num_workers=64, shared_budget=True, report=watch, max_failures=100)
+    assert_settled(round_)
+    assert round_.failures
+    assert max(spent) <= 64
+    assert agent.sampler.most_in_flight > 20
+    assert round_.ledgers[0][1].tokens > 3800  # no more is left over than one continuation may cost
+
+
+@pytest.mark.parametrize("rule", [TokenEntropy(), Uniform(), Random(3), ValueRefinement(), RootRollouts()])
+def test_every_rule_spends_its_budget(rule):
+    passes = [Pass(RootRollouts(2), Budget(continuations=2)), Pass(rule, Budget(continuations=5))]
+    round_ = run(passes=passes, num_workers=3)
+    assert_settled(round_)
+    assert [group[1].continuations for group in round_.ledgers] == [5] * len(TASKS)
+
+
+def test_token_entropy_starts_from_the_bare_root():
+    round_ = run(passes=[Pass(TokenEntropy(), Budget(continuations=3))], num_workers=1)
+    assert [group[0].continuations for group in round_.ledgers] == [3] * len(TASKS)
+
+
+def test_value_refinement_of_bare_roots_buys_nothing_and_ends():
+    # At kappa = 1 and no outcome the benefit is 0 whatever the critic says.
+    round_ = run(passes=[Pass(ValueRefinement(), Budget(continuations=3))], num_workers=4)
+    assert all(len(t) == 1 for t in round_.trees)
+
+
+def test_probes_leave_the_trees_alone():
+    passes = [Pass(RootRollouts(1), Budget(continuations=1)), Pass(Probes(2), Budget(continuations=100))]
+    round_ = run(passes=passes, num_workers=4)
+    for i, tree in enumerate(round_.trees):
+        is_open = np.array([tree.status(j) == "open" for j in range(len(tree))])
+        nodes = round_.evidence.nodes[i, : len(tree)]
+        assert len(set(tree.parent[1:].tolist())) == len(tree) - 1  # still one chain
+        np.testing.assert_array_equal(nodes["probes"], np.where(is_open, 2, 0))
+        assert set(nodes["probe_mean"][is_open]) <= {0.0, 0.5, 1.0}
+        assert round_.ledgers[i][1].continuations == 2 * is_open.sum()
+
+
+def test_a_problem_that_always_fails_ends_with_its_reason_and_stops_no_other():
+    class Stuck(LetterEnvironment):
+        def step(self, action):
+            if self.letters.startswith("task 2"):
+                raise RuntimeError("stuck for good")
+            return super().step(action)
+
+    tasks = {**TASKS, "p9": "broken"}
+    round_ = run(tasks=tasks, make_environment=Stuck, num_workers=4)
+    assert "stuck for good" in round_.errors["p2"]
+    assert "no such task" in round_.errors["p9"]
+    assert len(round_.trees[2]) == 1  # B38: a failure is no child, no outcome and no reward
+    assert round_.evidence.nodes["count"][2].sum() == 0
+    assert [round_.ledgers[i][1].continuations for i in (0, 1, 3, 4)] == [6] * 4
+
+
+def test_a_round_in_which_nothing_succeeds_fails_b38():
+    with pytest.raises(AllAttemptsFailed, match="sampler: the server fell over"):
+        run(letter_agent(failing=1.0))
+
+
+class Faulty(LetterEnvironment):
+    """Raises, answers nothing, or hangs, as its task says."""
+
+    def step(self, action):
+        if self.letters.startswith("raise"):
+            raise ValueError("out of order")
+        if self.letters.startswith("none"):
+            return None
+        if self.letters.startswith("hang"):
+            time.sleep(60)
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "cause"), [("raise", "environment", "out of order"), ("none", "environment", "None"), ("hang", "time", "")]
+)
+def test_workers_that_raise_answer_nothing_or_hang_b67(task, kind, cause):
+    start = time.monotonic()
+    round_ = run(tasks={"good": "task", "bad": task}, make_environment=Faulty, attempt_timeout=0.5, num_workers=2)
+    assert time.monotonic() - start < 30  # far below the 60 s of the hanging step
+    assert {f.kind for f in round_.failures} == {kind}
+    assert cause in round_.errors["bad"]
+    assert_settled(round_)
+    assert round_.ledgers[0][1].continuations == 6
+
+
+def test_more_workers_than_work_ends_b68():
+    round_ = run(letter_agent(delay=0.001), {f"p{i}": str(i) for i in range(10)}, num_workers=16)
+    assert sum(len(t) > 1 for t in round_.trees) == 10
+
+
+def test_a_critic_that_fails_is_recorded_as_such():
+    class Broken:
+        async def score(self, states):
+            if any(s.num_turns for s in states):
+                return np.full(len(states), np.nan)
+            return np.zeros(len(states))
+
+    with pytest.raises(AllAttemptsFailed, match="critic: expected"):
+        run(critic=Broken())
+
+
+def test_a_programming_error_is_raised_not_recorded(tmp_path):
+    class Typo(LetterSampler):
+        async def sample(self, prompt_ids, params):
+            raise TypeError("a bug")
+
+    from dataclasses import replace
+
+    with pytest.raises(TypeError, match="a bug"):
+        run(replace(letter_agent(), sampler=Typo()), journal=tmp_path / "j")
+    # What was in flight is on record as interrupted; the journal can be continued.
+    round_ = run(letter_agent(), journal=tmp_path / "j")
+    assert_settled(round_)
+
+
+def test_sibling_seeds_differ_and_failed_attempts_draw_new_ones_b39(tmp_path):
+    run(letter_agent(failing=0.2), num_workers=8, journal=tmp_path / "j", max_failures=50)
+    with sqlite3.connect(tmp_path / "j") as db:
+        seeds = [row[0] for row in db.execute("SELECT seed FROM launches")]
+    db.close()
+    assert len(seeds) > 40
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_two_processes_one_journal(tmp_path):
+    journal = Journal(tmp_path / "j", {})
+    try:
+        code = "import sys; from focus_jax.collection import Journal; Journal(sys.argv[1], {})"
+        second = subprocess.run([sys.executable, "-c", code, tmp_path / "j"], capture_output=True, text=True, check=False)
+    finally:
+        journal.close()
+    assert second.returncode == 1
+    assert "is being written by another process" in second.stderr
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"seed": 1},
+        {"policy_version": 1},
+        {"tasks": {**TASKS, "p0": "another task"}},
+        {"passes": PASSES[:1]},
+        {"critic": ConstantCritic(0.25)},
+    ],
+)
+def test_a_journal_of_another_run_is_refused_b63(tmp_path, knobs):
+    run(journal=tmp_path / "j")
+    with pytest.raises(JournalError, match="another run"):
+        run(journal=tmp_path / "j", **knobs)
+
+
+@pytest.mark.parametrize("content", [b"not a database at all" * 100, b""])
+def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "j"
+    path.write_bytes(content)
+    if content:
+        with pytest.raises(JournalError, match="cannot be opened as a journal"):
+            run(journal=path)
+        assert path.read_bytes() == content
+    else:
+        run(journal=path)  # an empty file is a journal that has not begun
+
+
+def test_a_journal_in_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match="cannot be written"):
+        run(journal=tmp_path / "file" / "j")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"tasks": {}}, "at least one problem"),
+        ({"passes": []}, "at least one pass"),
+        ({"num_workers": 0}, "num_workers"),
+        ({"attempt_timeout": 0.0}, "attempt_timeout"),
+    ],
+)
+def test_bad_input_is_refused(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        run(**knobs)
+
+
+CHILD = Path(__file__).with_name("killed_run.py")
+
+
+def test_killed_at_20_moments_and_resumed_equals_one_that_was_not(tmp_path, monkeypatch):
+    def command(name):
+        return [sys.executable, str(CHILD), str(tmp_path / name)]
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    subprocess.run(command("whole"), check=True)
+    whole = replay(tmp_path / "whole")
+    assert_settled(whole)
+    draw = np.random.default_rng(0)
+    for moment in [*draw.uniform(0.0, 0.5, 16), *draw.uniform(0.8, 2.0, 4)]:  # value refinement compiles before it goes on
+        process = subprocess.Popen(command("killed"), stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()  # "collecting": the imports are over
+        time.sleep(moment)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        partial = replay(tmp_path / "killed")
+        attempts = [n.attempt for t in partial.trees if t for n in t.nodes[1:]]
+        assert len(set(attempts)) == sum(ledger.continuations for group in partial.ledgers for ledger in group)
+    subprocess.run(command("killed"), check=True)
+    resumed = replay(tmp_path / "killed")
+    assert_settled(resumed)
+    assert_same(whole, resumed)
