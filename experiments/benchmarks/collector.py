@@ -1,0 +1,151 @@
+"""How much of 64 workers' time the collector keeps busy, and what a continuation costs it in CPU time."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import random
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from focus_jax.agents import Action, Agent, ChatRenderer, Message, Observation, Sample, SamplingParams
+from focus_jax.collection import Budget, Pass, RandomCritic, RootRollouts, ValueRefinement, collect
+from focus_jax.sampling import ByteTokenizer
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Grow trees against a simulated server whose latencies are exponential."""
+
+    num_workers: int = 64
+    num_continuations: int = 10_000
+    num_problems: int = 64
+    latency: float = 0.1
+    """Mean seconds of one call."""
+    max_turns: int = 8
+    seed: int = 0
+    output: Path | None = None
+    """Also write the figures to this JSON file."""
+
+
+def main(config: Collector) -> None:
+    """Run the benchmark and print its table."""
+    console = Console()
+    sampler = SimulatedSampler(config.latency)
+    agent = Agent(
+        sampler,
+        ChatRenderer(sampler.tokenizer),
+        SamplingParams(max_tokens=16),
+        max_turns=config.max_turns,
+        max_tokens=1000,
+        final_tokens=16,
+    )
+    roots = 2 * config.num_problems
+    passes = [
+        Pass(RootRollouts(), Budget(continuations=roots)),
+        Pass(ValueRefinement(), Budget(continuations=config.num_continuations - roots), max_pending=2),
+    ]
+    tasks = {f"p{i}": i for i in range(config.num_problems)}
+    with tempfile.TemporaryDirectory() as folder:
+        wall, cpu = time.perf_counter(), time.process_time()
+        round_ = asyncio.run(
+            collect(
+                agent,
+                RandomCritic(config.seed),
+                tasks,
+                passes,
+                make_environment=StepsEnvironment,
+                num_workers=config.num_workers,
+                seed=config.seed,
+                journal=Path(folder) / "journal.sqlite",
+                shared_budget=True,
+            )
+        )
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    durations = sampler.durations()
+    ideal = ideal_wall(durations, config.num_workers)
+    figures = {
+        "continuations": sum(ledger.continuations for group in round_.ledgers for ledger in group),
+        "nodes": sum(len(t) for t in round_.trees if t),
+        "calls": sampler.num_calls,
+        "wall_s": wall,
+        "ideal_wall_s": ideal,
+        "share_of_ideal": ideal / wall,
+        "cpu_ms_per_continuation": 1e3 * cpu / len(durations),
+    }
+    table = Table("figure", "value", title=f"collector: {config.num_workers} workers, calls of {config.latency} s on average")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
+    console.print(table)
+    console.print(f"target: share_of_ideal at least 0.95: {'met' if ideal / wall >= 0.95 else 'MISSED'}", highlight=False)
+    if config.output is not None:
+        config.output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def ideal_wall(durations: list[float], num_workers: int) -> float:
+    """Wall time of workers without any overhead: each takes the next continuation the moment it is free."""
+    free = [0.0] * num_workers
+    for duration in durations:
+        heapq.heappush(free, heapq.heappop(free) + duration)
+    return max(free)
+
+
+class SimulatedSampler:
+    """Replies after an exponential latency; both are drawn from the request's seed."""
+
+    context_length = 1 << 20
+
+    def __init__(self, latency: float) -> None:
+        self.latency = latency
+        self.tokenizer = ByteTokenizer()
+        self.num_calls = 0
+        self._latencies: defaultdict[asyncio.Task[object], float] = defaultdict(float)
+
+    async def sample(self, prompt_ids: np.ndarray, params: SamplingParams) -> Sample:
+        draw = random.Random(params.seed)
+        latency = draw.expovariate(1 / self.latency)
+        task = asyncio.current_task()
+        assert task is not None
+        self._latencies[task] += latency  # one asyncio task is one continuation
+        self.num_calls += 1
+        await asyncio.sleep(latency)
+        text = "".join(draw.choices("abcdefgh", k=params.max_tokens - 1))
+        ids = np.array([*self.tokenizer.encode(text), min(self.tokenizer.eos_ids)], np.int32)
+        return Sample(ids, np.full(len(ids), -1.0, np.float32), text, "stop")
+
+    def durations(self) -> list[float]:
+        """What each continuation spent waiting for the server, in the order of launch."""
+        return list(self._latencies.values())
+
+
+class StepsEnvironment:
+    """Ends with probability 1/4 a turn, in success where the reply's letters say so; at most some turns."""
+
+    blocking = False
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def reset(self, task: int) -> Observation:
+        self.turns = 0
+        return Observation((Message("user", f"problem {task}"),))
+
+    def step(self, action: Action) -> Observation:
+        self.turns += 1
+        done = action.last or action.text[0] in "ab"
+        reward = float(done and action.text[-1] in "abcd")
+        return Observation(() if done else (Message("user", "go on"),), reward=reward, done=done)
+
+    def snapshot(self) -> bytes:
+        return self.turns.to_bytes(2, "little")
+
+    def restore(self, snapshot: bytes) -> None:
+        self.turns = int.from_bytes(snapshot, "little")

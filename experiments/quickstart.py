@@ -1,0 +1,265 @@
+"""FOCUS at work on two cores: branch from partial solutions of math problems where that teaches the critic most.
+
+First a scripted example with the numbers of the project page, then a real language model: root rollouts, value refinement
+under a token budget, and uniform allocation of the same budget beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from run_folder import log_metrics, open_run, parse
+
+from focus_jax.agents import Agent, ChatRenderer, Sampler, SamplingParams, Tokenizer
+from focus_jax.collection import (
+    AllAttemptsFailed,
+    Budget,
+    ConstantCritic,
+    Continuation,
+    HostTree,
+    JournalError,
+    Pass,
+    RootRollouts,
+    Round,
+    Rule,
+    Uniform,
+    ValueRefinement,
+    collect,
+    focus_credit,
+    show_progress,
+)
+from focus_jax.report import show_tree, start_depths
+from focus_jax.sampling import (
+    ByteTokenizer,
+    HFTokenizer,
+    LlamaCppSampler,
+    OpenAISampler,
+    SamplerError,
+    ScriptedSampler,
+    smollm2_path,
+)
+from focus_jax.tasks.grading import Grader
+from focus_jax.tasks.math import FINAL_REQUEST, STOP, MathEnvironment, Problem, builtin_problems, load_problems
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the quick start does."""
+
+    sampler: Literal["llama-cpp", "openai"] = "llama-cpp"
+    """llama-cpp serves SmolLM2-135M-Instruct here; openai connects a server that runs already."""
+    base_url: str = "http://127.0.0.1:8000"
+    """The server, with --sampler openai."""
+    model: str | None = None
+    """Name of the served model, or a GGUF file with --sampler llama-cpp."""
+    tokenizer: str | None = None
+    """Folder with the model's tokenizer.json, where the server itself does not tokenize."""
+    data: Path | None = None
+    """JSONL file of problems (MATH-500 or GSM8K format) instead of the built-in ones."""
+    num_problems: int = 10
+    num_roots: int = 4
+    """Independent rollouts from the start of every problem."""
+    budget: int = 400
+    """Generated tokens per problem after the root rollouts."""
+    kappa: float = 1.0
+    """Weight of the critic's prediction, in observations."""
+    prediction: float = 0.5
+    """What the untrained critic answers everywhere."""
+    temperature: float = 0.8
+    step_tokens: int = 48
+    """Most tokens of one step of a solution."""
+    max_steps: int = 8
+    num_workers: int = 8
+    seed: int = 0
+    run_folder: Path = Path("runs/quickstart")
+    """The same folder again goes on where it stopped."""
+
+
+def main(config: Config) -> None:
+    check(config)
+    asyncio.run(show_worked_example())
+    with Grader() as grader:
+        problems = read_problems(config, grader)
+        folder = open_run(config.run_folder, config)
+        rounds = asyncio.run(compare(config, problems, grader, folder))
+    print_comparison(problems, rounds, config)
+    console.print(f"\nRun folder: {folder}  (journals of both, config.toml, metrics.jsonl, environment.json)", highlight=False)
+
+
+async def show_worked_example() -> None:
+    """One saved state, two continuations, one wrong and one right, under a critic that predicts 0.8."""
+    console.rule("Scripted: one state, continued twice")
+    tokenizer = ByteTokenizer()
+    script = ["There are 3 boxes of 4 pens, so 12 pens.\n\n", r"The answer is \boxed{13}.", r"The answer is \boxed{12}."]
+    sampler = ScriptedSampler(script, tokenizer)
+    agent = Agent(sampler, ChatRenderer(tokenizer), SamplingParams(max_tokens=64, stop=STOP), max_turns=4, max_tokens=256)
+    problem = Problem("pens", "Three boxes hold 4 pens each. How many pens are there?", "12")
+    with Grader(num_workers=1) as grader:
+        root = await agent.start(environment := MathEnvironment(grader), problem)
+        first, saved = await agent.segment(environment, root, seed=0, charge=lambda tokens: None)
+        ends = [await agent.segment(MathEnvironment(grader), saved, seed=s, charge=lambda tokens: None) for s in (1, 2)]
+    tree = HostTree(problem.id, root, 0.8)
+    tree.add(0, Continuation((first, ends[0][0]), (saved, ends[0][1]), (0.8, 0.0), (0, 0)), attempt=0)
+    tree.add(1, Continuation((ends[1][0],), (ends[1][1],), (0.0,), (0,)), attempt=1)
+    credit = focus_credit([tree])
+    console.print(show_tree(tree, credit, 0, outcomes=np.array([1, 2, 1, 1]), decode=tokenizer.decode), highlight=False)
+    console.print(
+        f"Prediction {tree.values[1]:.1f}, mean of the two outcomes (critic target) {credit.targets[0][1]:.1f}, "
+        f"refined value {credit.refined[0][1]:.1f}.",
+        highlight=False,
+    )
+
+
+async def compare(config: Config, problems: list[Problem], grader: Grader, folder: Path) -> dict[str, Round]:
+    """Collect twice over the same problems: with value refinement and with uniform allocation."""
+    console.rule(f"{len(problems)} problems, {config.num_roots} root rollouts each, then {config.budget} tokens each")
+    rounds: dict[str, Round] = {}
+    async with connect(config) as (sampler, tokenizer):
+        agent = Agent(
+            sampler,
+            ChatRenderer(tokenizer),
+            SamplingParams(max_tokens=config.step_tokens, temperature=config.temperature, stop=STOP),
+            max_turns=config.max_steps,
+            max_tokens=config.max_steps * config.step_tokens,
+            final_request=FINAL_REQUEST,
+            final_tokens=config.step_tokens,
+        )
+        rules: dict[str, Rule] = {"focus": ValueRefinement(config.kappa), "uniform": Uniform()}
+        for name, rule in rules.items():
+            passes = [
+                Pass(RootRollouts(config.num_roots), Budget(continuations=config.num_roots)),
+                Pass(rule, Budget(tokens=config.budget)),
+            ]
+            with show_progress(name, console) as report:
+                rounds[name] = await collect(
+                    agent,
+                    ConstantCritic(config.prediction),
+                    {p.id: p for p in problems},
+                    passes,
+                    make_environment=lambda: MathEnvironment(grader),
+                    num_workers=config.num_workers,
+                    seed=config.seed,
+                    journal=folder / f"{name}.sqlite",
+                    report=report,
+                )
+            log_metrics(folder, method=name, **measure(rounds[name]))
+        console.print(f"Policy: {sampler}", highlight=False)
+        print_tree_of_most_interest(rounds["focus"], config, tokenizer)
+    return rounds
+
+
+@contextlib.asynccontextmanager
+async def connect(config: Config) -> AsyncIterator[tuple[Sampler, Tokenizer]]:
+    """The policy's server and its tokenizer."""
+    tokenizer = HFTokenizer(config.tokenizer) if config.tokenizer else None
+    if config.sampler == "openai":
+        async with await OpenAISampler.connect(config.base_url, model=config.model, tokenizer=tokenizer) as remote:
+            yield remote, remote.tokenizer
+    else:
+        model = Path(config.model) if config.model else smollm2_path()
+        async with LlamaCppSampler.start(model, num_parallel=config.num_workers) as local:
+            yield local, tokenizer or local.tokenizer
+
+
+def read_problems(config: Config, grader: Grader) -> list[Problem]:
+    """The first problems of the file, or of the built-in set."""
+    if config.data is None:
+        return list(builtin_problems()[: config.num_problems])
+    problems, excluded = load_problems(config.data, grader=grader)
+    if excluded:
+        console.print(f"left out, their reference answer cannot be parsed: {', '.join(excluded)}", highlight=False)
+    return list(problems[: config.num_problems])
+
+
+def check(config: Config) -> None:
+    """Refuse numbers that mean nothing before anything is started."""
+    for name in ("num_problems", "num_roots", "budget", "step_tokens", "max_steps", "num_workers"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(config, name)}")
+    most = config.max_steps * config.step_tokens + config.step_tokens
+    if config.budget < most:
+        raise ValueError(f"--budget: expected at least {most}, what one continuation may generate, got {config.budget}")
+
+
+def measure(round_: Round) -> dict[str, float]:
+    """Totals of a round."""
+    ledgers = [ledger for group in round_.ledgers for ledger in group]
+    return {
+        "continuations": sum(ledger.continuations for ledger in ledgers),
+        "tokens": round_.tokens(),
+        "nodes": sum(len(t) for t in round_.trees if t),
+        "failures": len(round_.failures),
+    }
+
+
+def print_comparison(problems: list[Problem], rounds: dict[str, Round], config: Config) -> None:
+    """One line per problem: how often it was solved, and how deep in its solutions the budget was spent."""
+    depths = range(1, 5)
+    table = Table(title="Continuations by the depth they started from (0: the beginning)", title_justify="left")
+    for heading in ("problem", "level", "solved"):
+        table.add_column(heading, justify="left" if heading == "problem" else "right")
+    for name in rounds:
+        for heading in ("nodes", "tokens", "0", *(str(d) if d < 4 else "4+" for d in depths), "value"):
+            table.add_column(f"{name}\n{heading}" if heading == "nodes" else f"\n{heading}", justify="right")
+    for i, problem in enumerate(problems):
+        cells = []
+        outcomes: list[float] = []
+        for round_ in rounds.values():
+            tree = round_.trees[i]
+            if tree is None:
+                cells += ["-"] * 8
+                continue
+            outcomes += [float(r) for r in tree.reward[tree.terminal]]
+            counts = start_depths(tree)
+            spent = sum(ledger.tokens for ledger in round_.ledgers[i])
+            value = focus_credit([tree], kappa=config.kappa).refined[0][0]
+            cells += [
+                str(len(tree)),
+                str(spent),
+                *(str(counts[d]) for d in range(4)),
+                str(sum(counts[d] for d in counts if d >= 4)),
+            ]
+            cells += [f"{value:.2f}"]
+        table.add_row(problem.id, str(problem.level), f"{np.mean(outcomes):.2f}" if outcomes else "-", *cells)
+    console.print(table)
+    for name, round_ in rounds.items():
+        console.print(f"{name}: " + ", ".join(f"{v} {k}" for k, v in measure(round_).items()), highlight=False)
+        for problem_id, reason in round_.errors.items():
+            console.print(f"  {problem_id} ended early: {escape(reason)}", highlight=False)
+
+
+def print_tree_of_most_interest(round_: Round, config: Config, tokenizer: Tokenizer) -> None:
+    """The tree whose outcomes differ most, and among those the one with most branches below its root."""
+
+    def interest(index: int) -> tuple[float, int]:
+        tree = round_.trees[index]
+        if tree is None or not tree.terminal.any():
+            return (-1.0, 0)
+        return (-abs(float(tree.reward[tree.terminal].mean()) - 0.5), sum(v for d, v in start_depths(tree).items() if d))
+
+    index = max(range(len(round_.trees)), key=interest)
+    tree = round_.trees[index]
+    if tree is not None:
+        outcomes = round_.evidence.nodes["count"][index, : len(tree)]
+        credit = focus_credit([tree], kappa=config.kappa)
+        console.print(show_tree(tree, credit, 0, outcomes=outcomes, decode=tokenizer.decode), highlight=False)
+
+
+if __name__ == "__main__":
+    try:
+        main(parse(Config))
+    except (ValueError, OSError, SamplerError, JournalError, AllAttemptsFailed) as error:
+        raise SystemExit(f"quickstart: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command goes on where it was") from None

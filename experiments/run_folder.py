@@ -1,0 +1,98 @@
+"""What every script shares: options from the command line or a TOML file, and the folder a run writes to."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import platform
+import sys
+import time
+import tomllib
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+Config = TypeVar("Config")
+
+
+def parse(config: type[Config], arguments: list[str] | None = None) -> Config:
+    """Options of a script: `--config FILE` holds flags you would have typed, and those you type win.
+
+    Args:
+        config: a flat frozen dataclass.
+        arguments: the command line, that of the process where None.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    stored: dict[str, Any] = {}
+    for flag in [a for a in arguments if a == "--config" or a.startswith("--config=")]:
+        at = arguments.index(flag)
+        name = flag.partition("=")[2] or (arguments[at + 1] if at + 1 < len(arguments) else "")
+        del arguments[at : at + (1 if "=" in flag else 2)]
+        stored |= _read_toml(Path(name), [f.name for f in fields(config)])  # type: ignore[arg-type]
+    typed = [word for key, value in stored.items() for word in _as_flag(key, value)]
+    return tyro.cli(config, args=typed + arguments, config=(tyro.conf.FlagConversionOff,))
+
+
+def open_run(folder: Path, config: Any) -> Path:
+    """Make a run's folder and write down its options and the versions it runs with.
+
+    Raises:
+        SystemExit: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f"{k} = {_toml(v)}\n" for k, v in asdict(config).items() if v is not None]
+        (folder / "config.toml").write_text("".join(lines))
+        (folder / "environment.json").write_text(json.dumps(_environment(), indent=1) + "\n")
+    except OSError as error:
+        raise SystemExit(f"the run folder cannot be written: {error}") from error
+    return folder
+
+
+def log_metrics(folder: Path, **metrics: Any) -> None:
+    """Append one line to the run's metrics.jsonl."""
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"time": time.time(), **metrics}) + "\n")
+
+
+def _read_toml(path: Path, known: list[str]) -> dict[str, Any]:
+    try:
+        stored = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SystemExit(f"--config: {path or '(no name given)'} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SystemExit(f"--config: {path} is no valid TOML: {error}") from error
+    for key in stored:
+        if key.replace("-", "_") not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise SystemExit(f"--config: {path} has the unknown option {key!r}; {hint}")
+    return stored
+
+
+def _as_flag(key: str, value: Any) -> list[str]:
+    words = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+    return [f"--{key.replace('_', '-')}", *words]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml(v) for v in value)}]"
+    return json.dumps(str(value), ensure_ascii=False)
+
+
+def _environment() -> dict[str, Any]:
+    packages = {}
+    for name in ("focus_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "xllamacpp", "math-verify"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {"python": platform.python_version(), "platform": platform.platform(), "packages": packages}
