@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -163,7 +164,7 @@ class Agent:
         await self._submit(segment)
         return segment.finish("terminal", cap)
 
-    @property
+    @cached_property
     def _reserve(self) -> int:
         """Context tokens that the forced answer needs."""
         if self.cut_off == "bootstrap":

@@ -104,12 +104,12 @@ class ValueRefinement:
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
         if not len(frontier):
             return []
-        size = 1 << max(6, (len(frontier) - 1).bit_length())  # powers of two: few compilations while the trees grow
+        size = _bucket(len(frontier), 1024)
         value = _pad(frontier.value, size)
         stats = OutcomeStats(*(_pad(getattr(frontier.stats, f.name), size) for f in fields(OutcomeStats)))
         candidates = np.arange(size) < len(frontier)
-        # Asking for a power of two and dropping the rest is the same as asking for `num`: choices are made in order.
-        asked = max(16, 1 << (num - 1).bit_length())
+        # Asking for more and dropping the rest is the same as asking for `num`: choices are made in order.
+        asked = _bucket(num, 16)
         found = allocate(
             value,
             stats,
@@ -202,7 +202,7 @@ class Pass:
 
     def describe(self) -> dict[str, Any]:
         """Plain data that tells this pass from another, for the journal."""
-        knobs = {f.name: getattr(self.rule, f.name) for f in fields(self.rule)} if is_dataclass(self.rule) else {}
+        knobs: dict[str, Any] = {f.name: getattr(self.rule, f.name) for f in fields(self.rule)} if is_dataclass(self.rule) else {}
         return {
             "rule": self.name,
             "knobs": {k: v.__name__ if callable(v) else v for k, v in knobs.items()},
@@ -243,6 +243,13 @@ def _greedy(score: np.ndarray, num: int, room: np.ndarray, step: float = 0.0) ->
         if room[pick] <= 0:
             score[pick] = -np.inf
     return choices
+
+
+def _bucket(size: int, smallest: int) -> int:
+    """The next of smallest, 4 * smallest, 16 * smallest, ...: few compilations while the trees grow."""
+    while smallest < size:
+        smallest *= 4
+    return smallest
 
 
 def _pad(array: Any, size: int) -> np.ndarray:
