@@ -74,8 +74,12 @@ def load_problems(path: str | Path, *, grader: Grader) -> LoadedProblems:
         GraderFailure: the grader broke.
 
     Example:
-        >>> with Grader(num_workers=1) as grader:  # doctest: +SKIP
-        ...     problems, excluded = load_problems("math500/test.jsonl", grader=grader)
+        >>> from tempfile import TemporaryDirectory
+        >>> rows = '{"question": "2 + 2?", "answer": "4"}\n{"question": "Which one?", "answer": "see figure"}'
+        >>> with TemporaryDirectory() as folder, Grader(num_workers=1) as grader:
+        ...     _ = Path(folder, "rows.jsonl").write_text(rows)
+        ...     load_problems(Path(folder, "rows.jsonl"), grader=grader)
+        LoadedProblems(problems=(Problem(id='line-1', question='2 + 2?', answer='4', level=0),), excluded=('line-2',))
     """
     path = Path(path)
     problems: list[Problem] = []
