@@ -47,6 +47,9 @@ def serve(settings: dict[str, Any]) -> xllamacpp.Server:
 if __name__ == "__main__":
     start = json.loads(sys.argv[1])
     threading.Thread(target=watch, args=(start["parent"],), daemon=True).start()
-    server = serve(start)
+    try:
+        server = serve(start)
+    except RuntimeError as error:
+        sys.exit(str(error))  # llama.cpp has said more on standard error
     print(json.dumps({"address": server.listening_address}), flush=True)
     threading.Event().wait()

@@ -54,6 +54,7 @@ class ServedTokenizer:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=timeout,
             limits=httpx.Limits(max_keepalive_connections=0),
+            verify=base_url.startswith("https"),
             trust_env=False,
         )
         self._encode = lru_cache(maxsize=_TEXTS_KEPT)(self._ask_encode)

@@ -111,9 +111,10 @@ class HFTokenizer:
                 raise ValueError(f"{folder}/tokenizer.json: the tokenizers library cannot read it: {error}") from None
 
         self._special = load(spec)
-        added = spec.get("added_tokens", [])
-        self._control = frozenset(t["id"] for t in added if _is_control(t))
-        self._plain = load({**spec, "added_tokens": [t for t in added if t["id"] not in self._control]})
+        added = [{**token, "special": _is_control(token)} for token in spec.get("added_tokens", [])]
+        self._control = frozenset(token["id"] for token in added if token["special"])
+        self._plain = load({**spec, "added_tokens": added})
+        self._plain.encode_special_tokens = True  # as text, that is
         self.bos_token: str | None = _token_text(settings.get("bos_token"))
         self.eos_token: str | None = _token_text(settings.get("eos_token"))
         self.bos_id: int | None = self._id(self.bos_token)

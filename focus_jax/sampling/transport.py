@@ -114,6 +114,8 @@ class JsonClient:
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
             limits=httpx.Limits(max_connections=self.limits.max_connections, max_keepalive_connections=None if keep_alive else 0),
+            # Reading the certificates takes a while, and plain HTTP needs none.
+            verify=base_url.startswith("https"),
             # Proxies of the environment are for far servers; one on this machine is reached directly.
             trust_env=urlsplit(base_url).hostname not in ("127.0.0.1", "localhost", "::1"),
         )
