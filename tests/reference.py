@@ -1,0 +1,138 @@
+"""Slow, obvious versions of every formula, in float64, to be checked by eye.
+
+A tree is a `Tree` of plain lists without padding; nothing here is shared with the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One host tree: an entry per node, parents before children; node 0 is the root."""
+
+    parent: list[int]
+    reward: list[float]
+    steps: list[int]
+    terminal: list[bool]
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    def children(self, node: int) -> list[int]:
+        return [i for i in range(1, len(self)) if self.parent[i] == node]
+
+
+def random_tree(rng: np.random.Generator, num_nodes: int, shape: str = "random") -> Tree:
+    """A tree whose parents are drawn at random, or a "chain" or a "star"; about half of its leaves are terminal."""
+    draw = {"random": lambda i: int(rng.integers(0, i)), "chain": lambda i: i - 1, "star": lambda i: 0}[shape]
+    parent = [0] + [draw(i) for i in range(1, num_nodes)]
+    inner = set(parent[1:])
+    return Tree(
+        parent=parent,
+        reward=[float(r) for r in rng.normal(size=num_nodes).astype(np.float32)],
+        steps=[int(d) for d in rng.integers(0, 10, num_nodes)],
+        terminal=[i not in inner and bool(rng.random() < 0.5) for i in range(num_nodes)],
+    )
+
+
+def backup(
+    tree: Tree, values: Sequence[float], kappa: float = 1.0, gamma: float = 1.0
+) -> tuple[list[float], list[float], list[int]]:
+    """Refined values, targets and numbers of children."""
+    size = len(tree)
+    refined, target, num_children = [0.0] * size, [0.0] * size, [0] * size
+    arriving: list[list[float]] = [[] for _ in range(size)]
+    for i in reversed(range(size)):
+        num_children[i] = n = len(arriving[i])
+        if n:
+            target[i] = sum(arriving[i]) / n
+        refined[i] = 0.0 if tree.terminal[i] else (kappa * values[i] + n * target[i]) / (kappa + n)
+        arriving[tree.parent[i]].append(tree.reward[i] + gamma ** tree.steps[i] * refined[i])
+    return refined, target, num_children
+
+
+def segment_advantages(tree: Tree, refined: Sequence[float], gamma: float = 1.0, lam: float = 0.0) -> list[float]:
+    advantages = [0.0] * len(tree)
+    for i in reversed(range(1, len(tree))):
+        remaining = 0.0 if tree.terminal[i] else refined[i]
+        advantages[i] = tree.reward[i] + gamma ** tree.steps[i] * remaining - refined[tree.parent[i]]
+        later = [advantages[c] for c in tree.children(i)] if lam else []
+        if later:
+            advantages[i] += lam * gamma ** tree.steps[i] * sum(later) / len(later)
+    return advantages
+
+
+def leave_one_out_advantages(
+    tree: Tree, values: Sequence[float], refined: Sequence[float], kappa: float = 1.0, gamma: float = 1.0
+) -> list[float]:
+    advantages = [0.0] * len(tree)
+    weight = max(kappa, 1.0)
+    x = [tree.reward[i] + gamma ** tree.steps[i] * (0.0 if tree.terminal[i] else refined[i]) for i in range(len(tree))]
+    for i in range(1, len(tree)):
+        others = [x[j] for j in tree.children(tree.parent[i]) if j != i]
+        advantages[i] = x[i] - (weight * values[tree.parent[i]] + sum(others)) / (weight + len(others))
+    return advantages
+
+
+def grpo_advantages(returns: Sequence[float], mask: Sequence[bool]) -> list[float]:
+    there = [r for r, m in zip(returns, mask, strict=True) if m]
+    if len(set(there)) < 2:
+        return [0.0] * len(returns)
+    mean = sum(there) / len(there)
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in there) / (len(there) - 1))
+    return [(r - mean) / (deviation + 1e-6) if m else 0.0 for r, m in zip(returns, mask, strict=True)]
+
+
+def beta_bernoulli(value: float, outcomes: Sequence[float], kappa: float) -> tuple[float, float]:
+    n = len(outcomes)
+    mu = (kappa * value + sum(outcomes)) / (kappa + n)
+    return (value - mu) ** 2 + mu * (1 - mu) / (kappa + n + 1), mu * (1 - mu)
+
+
+def normal(value: float, outcomes: Sequence[float], kappa: float) -> tuple[float, float]:
+    n = len(outcomes)
+    mu = (kappa * value + sum(outcomes)) / (kappa + n)
+    spread = max(float(np.var(outcomes, ddof=1)), 1e-3) if n >= 2 else 0.25
+    return (value - mu) ** 2 + spread / (kappa + n), spread * (1 + 1 / (kappa + n))
+
+
+def mse(e2: float, s2: float, n: float, kappa: float) -> float:
+    return (kappa**2 * e2 + n * s2) / (kappa + n) ** 2
+
+
+def benefit_slope(e2: float, s2: float, n: float, kappa: float) -> float:
+    return (2 * kappa**2 * e2 + (n - kappa) * s2) / (kappa + n) ** 3
+
+
+def benefit_step(e2: float, s2: float, n: float, kappa: float) -> float:
+    return mse(e2, s2, n, kappa) - mse(e2, s2, n + 1, kappa)
+
+
+def allocate(
+    benefit_of: Callable[[np.ndarray], np.ndarray], pending: np.ndarray, candidates: np.ndarray, num: int, max_pending: int
+) -> tuple[list[int], list[float]]:
+    """Choose one at a time: the highest positive benefit, the lowest index among equals, pending raised by one."""
+    pending = pending.copy()
+    index, bought = [-1] * num, [0.0] * num
+    for pick in range(num):
+        benefits = np.where(candidates & (pending < max_pending), benefit_of(pending), -np.inf)
+        best = int(np.argmax(benefits))
+        if benefits.flat[best] <= 0:
+            break
+        index[pick], bought[pick] = best, float(benefits.flat[best])
+        pending.flat[best] += 1
+    return index, bought
+
+
+def token_entropy(logprobs: Sequence[float], mask: Sequence[bool], window: int) -> float:
+    surprise = [-math.exp(lp) * lp if lp > -math.inf else 0.0 for lp, m in zip(logprobs, mask, strict=True) if m]
+    if not surprise:
+        return 0.0
+    length = min(window, len(surprise))
+    return max(sum(surprise[i : i + length]) / length for i in range(len(surprise) - length + 1))
