@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import mmap
 import os
 import select
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from focus_jax.sampling.served_tokenizer import ServedTokenizer
 from focus_jax.sampling.transport import Limits
 
 _CHILD = Path(__file__).with_name("llama_cpp_child.py")
+_METADATA_BYTES = 64 * 2**20
 _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -37,7 +40,7 @@ class LlamaCppSampler:
 
     Attributes:
         context_length: most tokens (prompt + reply) one call can hold; the server may round up what was asked for.
-        tokenizer: the model's own, asked from the server.
+        tokenizer: the model's own, asked from the server; its `chat_template` is None where the file holds none.
         model: name of the served model, the stem of its file.
         address: of the server.
         process_id: of the server.
@@ -114,6 +117,8 @@ class LlamaCppSampler:
         process, address = _launch(settings, start_deadline)
         try:
             tokenizer = ServedTokenizer(address)
+            if not _has_chat_template(path):
+                tokenizer.chat_template = None  # the server makes one up
             connecting = OpenAISampler.connect(address, tokenizer=tokenizer, limits=limits, policy_version=policy_version)
             # In a thread of its own, because the caller may be inside a running event loop.
             with ThreadPoolExecutor(1) as thread:
@@ -183,6 +188,14 @@ def _check_model(model_path: str | Path) -> Path:
     return path
 
 
+def _has_chat_template(path: Path) -> bool:
+    """Whether the model's metadata, at the start of its file, hold a chat template."""
+    key = b"tokenizer.chat_template"
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        # A key is written with its length before it and the number of its type, 8 for text, after it.
+        return content.find(struct.pack("<Q", len(key)) + key + struct.pack("<I", 8), 0, _METADATA_BYTES) >= 0
+
+
 def _launch(settings: dict[str, object], deadline: float) -> tuple[subprocess.Popen[bytes], str]:
     """Start the child and wait for its address."""
     with tempfile.TemporaryFile() as log:
@@ -203,6 +216,7 @@ def _launch(settings: dict[str, object], deadline: float) -> tuple[subprocess.Po
                 reason = "ended" if ended else f"was not ready within {deadline:g} s"
                 raise SamplerError(f"llama.cpp's server for {settings['model_path']} {reason}; its last words:\n{_tail(log)}")
         except BaseException:
+            process.kill()
             _stop(process)
             raise
     return process, address

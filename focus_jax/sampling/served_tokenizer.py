@@ -33,6 +33,9 @@ _TEXTS_KEPT = 4096
 class ServedTokenizer:
     """A `Tokenizer` that asks a llama.cpp server (`/tokenize`, `/detokenize`, `/props`). Texts seen before are not asked again.
 
+    A model without a chat template cannot be told from one with ChatML: the server makes that up. Added tokens that the
+    model's file does not call control tokens are read as tokens in any text.
+
     Which ids end a turn is found out by trying: a candidate is forced as the first token, and ends the reply or does not.
 
     Args:

@@ -254,6 +254,15 @@ def test_a_model_that_is_none_is_an_error_that_says_so(tmp_path):
         LlamaCppSampler.start(tmp_path / "broken.gguf")
 
 
+def test_a_model_without_a_chat_template_has_none(tmp_path):
+    """The server makes one up, which the model was never trained on."""
+    path = tmp_path / "renamed.gguf"
+    path.write_bytes(smollm2_path().read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templatf"))
+    with LlamaCppSampler.start(path, context_length=256, num_parallel=1, num_threads=1) as sampler:
+        assert sampler.tokenizer.chat_template is None
+        assert sampler.model == "renamed"
+
+
 def test_a_context_longer_than_the_model_holds_is_refused():
     with pytest.raises(SamplerError, match=r"`context_length`: the model holds 8192 tokens, asked for were 10000"):
         LlamaCppSampler.start(smollm2_path(), context_length=10_000, num_parallel=1, num_threads=1)
