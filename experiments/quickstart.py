@@ -38,15 +38,9 @@ from focus_jax.collection import (
     show_progress,
 )
 from focus_jax.report import show_tree, start_depths
-from focus_jax.sampling import (
-    ByteTokenizer,
-    HFTokenizer,
-    LlamaCppSampler,
-    OpenAISampler,
-    SamplerError,
-    ScriptedSampler,
-    smollm2_path,
-)
+from focus_jax.sampling import ByteTokenizer, HFTokenizer, SamplerError, ScriptedSampler
+from focus_jax.sampling.llama_cpp import LlamaCppSampler, smollm2_path
+from focus_jax.sampling.openai import OpenAISampler
 from focus_jax.tasks.grading import Grader
 from focus_jax.tasks.math import FINAL_REQUEST, STOP, MathEnvironment, Problem, builtin_problems, load_problems
 
@@ -70,13 +64,13 @@ class Config:
     num_problems: int = 10
     num_roots: int = 4
     """Independent rollouts from the start of every problem."""
-    budget: int = 400
+    budget: int = 600
     """Generated tokens per problem after the root rollouts."""
     kappa: float = 1.0
     """Weight of the critic's prediction, in observations."""
     prediction: float = 0.5
     """What the untrained critic answers everywhere."""
-    temperature: float = 0.8
+    temperature: float = 0.7
     step_tokens: int = 48
     """Most tokens of one step of a solution."""
     max_steps: int = 8

@@ -89,7 +89,7 @@ def _toml(value: Any) -> str:
 
 
 def _environment() -> dict[str, Any]:
-    packages = {}
+    packages: dict[str, str | None] = {}
     for name in ("focus_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "xllamacpp", "math-verify"):
         try:
             packages[name] = version(name)

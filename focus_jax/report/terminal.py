@@ -13,7 +13,7 @@ from focus_jax.collection import Credit, HostTree
 
 
 def show_tree(
-    tree: HostTree, credit: Credit, index: int, *, outcomes: np.ndarray, decode: Callable[[np.ndarray], str], width: int = 60
+    tree: HostTree, credit: Credit, index: int, *, outcomes: np.ndarray, decode: Callable[[list[int]], str], width: int = 60
 ) -> Tree:
     """A tree to print with rich: every node with its numbers, after what the segment into it said and earned.
 
@@ -37,7 +37,7 @@ def show_tree(
         if segment is not None:
             color = "green" if advantages[node] > 0 else "red" if advantages[node] < 0 else "default"
             earned = f"[bold {color}]A {advantages[node]:+.2f}[/] "
-            said = escape(_shorten(decode(segment.token_ids[segment.generated]), width))
+            said = escape(_shorten(decode(segment.token_ids[segment.generated].tolist()), width))
         if tree.status(node) == "terminal":
             return f"{earned}{said}  [bold]reward {tree.reward[node]:g}[/]"
         numbers = f"V {tree.values[node]:.2f}  N {outcomes[node]:.0f}  n {children[node]}  target {targets[node]:.2f}"
