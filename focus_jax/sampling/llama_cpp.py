@@ -16,6 +16,7 @@ import tempfile
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -77,8 +78,10 @@ class LlamaCppSampler:
             model_path: a GGUF file.
             context_length: tokens (prompt + reply) each call can hold, at most what the model was trained for.
             num_parallel: calls served at once, each with a context of its own; further calls wait.
-            num_threads: threads that compute; all cores this process may use unless given. They wait for each other at
-                every layer, so with other work on those cores one thread fewer is many times faster than one too many.
+            num_threads: threads that compute; one fewer than the cores this process may use unless given. They wait for
+                each other many times a token, so a core they share with other work costs most of the speed. On two idle
+                cores 2 threads gave 125 tokens/s and 1 thread 75 (SmolLM2-135M, 8 calls at once); beside busy
+                processes 2 threads gave 15 and 1 thread still 55.
             prompt_cache_mib: memory for the contexts of finished calls, from which branches go on without reading them again.
             start_deadline: seconds until it must be ready.
             limits: deadline and retries of each call; `max_connections` follows from `num_parallel` unless given.
@@ -95,31 +98,33 @@ class LlamaCppSampler:
         path = _check_model(model_path)
         if importlib.util.find_spec("xllamacpp") is None:
             raise SamplerError("LlamaCppSampler needs the package xllamacpp: pip install 'focus_jax[demo]'")
-        for name, value in (
-            ("context_length", context_length),
-            ("num_parallel", num_parallel),
-            ("num_threads", num_threads or 1),
-        ):
+        num_threads = max(_num_cores() - 1, 1) if num_threads is None else num_threads
+        sizes = {"context_length": context_length, "num_parallel": num_parallel, "num_threads": num_threads}
+        for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"`{name}`: expected at least 1, got {value}")
         # Twice the slots keep the server busy while answers travel; a few more threads serve the tokenizer meanwhile.
-        limits = limits or Limits(max_connections=2 * num_parallel)
+        limits = limits or Limits()
+        max_connections = limits.max_connections or 2 * num_parallel
         settings = {
             "parent": os.getpid(),
             "model_path": str(path),
             "model": path.stem,
-            "context_length": context_length,
-            "num_parallel": num_parallel,
-            "num_threads": num_threads or _num_cores(),
-            "num_http_threads": (limits.max_connections or 64) + 4,
+            "num_http_threads": max_connections + 4,
             "prompt_cache_mib": prompt_cache_mib,
+            **sizes,
         }
         process, address = _launch(settings, start_deadline)
         try:
             tokenizer = ServedTokenizer(address)
             if not _has_chat_template(path):
                 tokenizer.chat_template = None  # the server makes one up
-            connecting = OpenAISampler.connect(address, tokenizer=tokenizer, limits=limits, policy_version=policy_version)
+            connecting = OpenAISampler.connect(
+                address,
+                tokenizer=tokenizer,
+                limits=replace(limits, max_connections=max_connections),
+                policy_version=policy_version,
+            )
             # In a thread of its own, because the caller may be inside a running event loop.
             with ThreadPoolExecutor(1) as thread:
                 sampler = thread.submit(asyncio.run, connecting).result()
@@ -210,31 +215,33 @@ def _launch(settings: dict[str, object], deadline: float) -> tuple[subprocess.Po
         try:
             assert process.stdout is not None
             with process.stdout as output:
-                address = _read_address(output.fileno(), deadline)
-            if address is None:
-                ended = process.poll() is not None or _wait(process, 1.0)
-                reason = "ended" if ended else f"was not ready within {deadline:g} s"
-                raise SamplerError(f"llama.cpp's server for {settings['model_path']} {reason}; its last words:\n{_tail(log)}")
+                return process, _read_address(output.fileno(), deadline)
+        except (EOFError, TimeoutError) as error:
+            process.kill()
+            _stop(process)
+            raise SamplerError(
+                f"llama.cpp's server for {settings['model_path']} {error}; its last words:\n{_tail(log)}"
+            ) from None
         except BaseException:
             process.kill()
             _stop(process)
             raise
-    return process, address
 
 
-def _read_address(output: int, deadline: float) -> str | None:
-    """The address in the one line of JSON the child prints; None when it ends or the deadline passes before that."""
+def _read_address(output: int, deadline: float) -> str:
+    """The address in the one line of JSON the child prints."""
     end, raw = time.monotonic() + deadline, b""
-    while (left := end - time.monotonic()) > 0:
-        readable, _, _ = select.select([output], [], [], left)
-        chunk = os.read(output, 4096) if readable else b""
+    while True:
+        readable, _, _ = select.select([output], [], [], max(end - time.monotonic(), 0))
+        if not readable:
+            raise TimeoutError(f"was not ready within {deadline:g} s")
+        chunk = os.read(output, 4096)
         if not chunk:
-            return None
+            raise EOFError("ended")
         raw += chunk
         for line in raw.split(b"\n")[:-1]:
             if line.startswith(b'{"address"'):
                 return str(json.loads(line)["address"])
-    return None
 
 
 def _num_cores() -> int:

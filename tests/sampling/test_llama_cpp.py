@@ -270,8 +270,8 @@ def test_a_context_longer_than_the_model_holds_is_refused():
 
 @pytest.mark.parametrize("name", ["context_length", "num_parallel", "num_threads"])
 def test_settings_below_one_are_refused(name):
-    with pytest.raises(ValueError, match=f"`{name}`: expected at least 1, got -1"):
-        LlamaCppSampler.start(smollm2_path(), **{name: -1})
+    with pytest.raises(ValueError, match=f"`{name}`: expected at least 1, got 0"):
+        LlamaCppSampler.start(smollm2_path(), **{name: 0})
 
 
 def test_a_server_that_is_late_is_ended():
