@@ -48,7 +48,7 @@ class Limits:
     """How long and how often to try.
 
     Attributes:
-        deadline: seconds one call may take in all, waiting for a connection and retries included.
+        deadline: seconds one question to the server may take in all, waiting for a connection and retries included.
         max_retries: further attempts after connection errors, status 429 and status 5xx; other failures get none.
         backoff: seconds before the first retry; it doubles with each, give or take half (jitter).
         max_connections: most requests at the server at once; the others wait here. None is no limit.
