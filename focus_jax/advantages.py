@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from focus_jax.sweeps import accumulate, child_sum, discounts, from_parent, is_edge
+from focus_jax.sweeps import backed_up_sum, child_sum, discounts, from_parent, is_edge
 from focus_jax.trees import Array, RolloutTrees, as_array, as_trees
 
 
@@ -53,9 +53,9 @@ def _segment_advantages(trees: RolloutTrees, refined: Array, gamma: ArrayLike, l
     residual = jnp.where(is_edge(trees), _returns(trees, refined, gamma) - _baseline(trees, refined), 0)
     if one_step:
         return residual
-    num_children = jnp.maximum(child_sum(trees, jnp.ones_like(residual)), 1)
-    decay = jnp.asarray(lam, jnp.float32) * discounts(trees, gamma) / num_children
-    return residual + decay * accumulate(trees, residual, decay)
+    decay = jnp.asarray(lam, jnp.float32) * discounts(trees, gamma)
+    later, num_children = backed_up_sum(trees, residual, decay, jnp.zeros_like(residual), 0.0)
+    return residual + decay * later / jnp.maximum(num_children.astype(jnp.float32), 1)
 
 
 @jax.jit

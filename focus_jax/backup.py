@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from focus_jax.sweeps import accumulate, child_sum, discounts
+from focus_jax.sweeps import backed_up_sum, discounts
 from focus_jax.trees import Array, RolloutTrees, as_array, as_trees
 
 
@@ -33,7 +33,7 @@ def backup(trees: RolloutTrees, values: Array, *, kappa: ArrayLike = 1.0, gamma:
         G(c)  = mean over children c' of (R(c') + gamma^d(c') * Vt(c'))
         Vt(c) = (kappa * V(c) + n(c) * G(c)) / (kappa + n(c))
 
-    Differentiable in values, rewards, kappa and gamma (reverse mode, any order).
+    Differentiable in values, rewards, kappa and gamma (reverse mode, once).
 
     Args:
         trees: a batch [..., N].
@@ -58,17 +58,11 @@ def backup(trees: RolloutTrees, values: Array, *, kappa: ArrayLike = 1.0, gamma:
     """
     trees = as_trees(trees)
     values = as_array("values", values, trees.mask.shape, jnp.float32)
-    kappa = jnp.asarray(kappa, jnp.float32)
-    discount = discounts(trees, gamma)
-    critic = jnp.where(trees.mask & ~trees.terminal, values, 0)
-    reward = jnp.where(trees.mask, trees.reward, 0)
-    num_children = child_sum(trees, jnp.ones_like(trees.parent))
-    count = num_children.astype(jnp.float32)
-    # R + gamma^d Vt, which reaches the parent, is linear in the node's own sum over its children; with any, kappa + n > 1.
-    offset = reward + discount * refine(critic, jnp.zeros_like(critic), count, kappa=kappa)
-    scale = jnp.where(trees.terminal | (num_children == 0), 0, discount / jnp.maximum(kappa + count, 1))
-    target = accumulate(trees, offset, scale) / jnp.maximum(count, 1)
-    refined = jnp.where(trees.terminal, 0, refine(critic, target, count, kappa=kappa))
+    open_ = trees.mask & ~trees.terminal
+    scale = jnp.where(open_, discounts(trees, gamma), 0)
+    total, num_children = backed_up_sum(trees, trees.reward, scale, values, kappa)
+    target = total / jnp.maximum(num_children.astype(jnp.float32), 1)
+    refined = jnp.where(open_, refine(jnp.where(open_, values, 0), target, num_children, kappa=kappa), 0)
     return Backup(refined, target, num_children)
 
 

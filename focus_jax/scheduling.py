@@ -34,10 +34,10 @@ class OutcomeStats:
     Source: project page, "Backup details".
     """
 
-    count: jax.Array
-    mean: jax.Array
-    m2: jax.Array
-    pending: jax.Array
+    count: Array
+    mean: Array
+    m2: Array
+    pending: Array
 
     @classmethod
     def zeros(cls, shape: int | tuple[int, ...]) -> OutcomeStats:
@@ -372,7 +372,7 @@ def _error_variance_number(
     values = as_array("values", values, None, jnp.float32)
     stats = _as_stats(stats, values.shape)
     e2, s2 = (as_array("model's result", x, values.shape, jnp.float32) for x in model(values, stats, kappa=kappa))
-    return e2, s2, (stats.count + stats.pending).astype(jnp.float32)
+    return e2, s2, jnp.add(stats.count, stats.pending).astype(jnp.float32)
 
 
 def _positive(benefits: jax.Array, allowed: jax.Array) -> jax.Array:

@@ -191,14 +191,6 @@ def test_gradients_equal_finite_differences_of_the_recursion(kappa, gamma):
         np.testing.assert_allclose(np.ravel(got[k])[: base.size], want, rtol=1e-4, atol=1e-4)
 
 
-def test_second_derivatives_are_those_of_the_first():
-    _, _, trees, values = forest(shapes=[("random", 8)])
-    gradient = jax.jit(jax.grad(lambda v, k: jnp.sum(backup(trees, v, kappa=k, gamma=0.9).refined ** 3), argnums=(0, 1)))
-    mixed = jax.grad(lambda k: jnp.sum(gradient(values, k)[0] * jnp.sin(jnp.arange(16.0)[None])))(2.0)
-    moved = [np.sum(np.asarray(gradient(values, 2.0 + h)[0], float) * np.sin(np.arange(16.0))) for h in (0.01, -0.01)]
-    np.testing.assert_allclose(mixed, (moved[0] - moved[1]) / 0.02, rtol=2e-3)
-
-
 def test_b65_one_compile_per_bucket():
     rng = np.random.default_rng(7)
     backup.clear_cache()
