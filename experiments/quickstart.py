@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -28,6 +30,7 @@ from focus_jax.collection import (
     HostTree,
     JournalError,
     Pass,
+    RandomCritic,
     RootRollouts,
     Round,
     Rule,
@@ -61,20 +64,22 @@ class Config:
     """Folder with the model's tokenizer.json, where the server itself does not tokenize."""
     data: Path | None = None
     """JSONL file of problems (MATH-500 or GSM8K format) instead of the built-in ones."""
-    num_problems: int = 10
-    num_roots: int = 4
+    num_problems: int = 8
+    num_roots: int = 3
     """Independent rollouts from the start of every problem."""
-    budget: int = 600
+    budget: int = 320
     """Generated tokens per problem after the root rollouts."""
     kappa: float = 1.0
     """Weight of the critic's prediction, in observations."""
-    prediction: float = 0.5
-    """What the untrained critic answers everywhere."""
+    critic: Literal["random", "constant"] = "random"
+    """An untrained critic: it guesses at random, or answers 0.5 everywhere."""
     temperature: float = 0.7
-    step_tokens: int = 48
+    step_tokens: int = 32
     """Most tokens of one step of a solution."""
-    max_steps: int = 8
+    max_steps: int = 5
     num_workers: int = 8
+    num_threads: int | None = None
+    """Threads of the local server; as many as the machine has cores, at most 4, unless given."""
     seed: int = 0
     run_folder: Path = Path("runs/quickstart")
     """The same folder again goes on where it stopped."""
@@ -88,7 +93,9 @@ def main(config: Config) -> None:
         folder = open_run(config.run_folder, config)
         rounds = asyncio.run(compare(config, problems, grader, folder))
     print_comparison(problems, rounds, config)
-    console.print(f"\nRun folder: {folder}  (journals of both, config.toml, metrics.jsonl, environment.json)", highlight=False)
+    console.print(
+        f"Run folder: {folder} (both journals, config.toml, metrics.jsonl, environment.json)", highlight=False, soft_wrap=True
+    )
 
 
 async def show_worked_example() -> None:
@@ -107,7 +114,7 @@ async def show_worked_example() -> None:
     tree.add(0, Continuation((first, ends[0][0]), (saved, ends[0][1]), (0.8, 0.0), (0, 0)), attempt=0)
     tree.add(1, Continuation((ends[1][0],), (ends[1][1],), (0.0,), (0,)), attempt=1)
     credit = focus_credit([tree])
-    console.print(show_tree(tree, credit, 0, outcomes=np.array([1, 2, 1, 1]), decode=tokenizer.decode), highlight=False)
+    console.print(show_tree(tree, credit, 0, outcomes=np.array([1, 2, 1, 1]), decode=reader(tokenizer)), highlight=False)
     console.print(
         f"Prediction {tree.values[1]:.1f}, mean of the two outcomes (critic target) {credit.targets[0][1]:.1f}, "
         f"refined value {credit.refined[0][1]:.1f}.",
@@ -138,7 +145,7 @@ async def compare(config: Config, problems: list[Problem], grader: Grader, folde
             with show_progress(name, console) as report:
                 rounds[name] = await collect(
                     agent,
-                    ConstantCritic(config.prediction),
+                    RandomCritic(config.seed) if config.critic == "random" else ConstantCritic(0.5),
                     {p.id: p for p in problems},
                     passes,
                     make_environment=lambda: MathEnvironment(grader),
@@ -148,7 +155,7 @@ async def compare(config: Config, problems: list[Problem], grader: Grader, folde
                     report=report,
                 )
             log_metrics(folder, method=name, **measure(rounds[name]))
-        console.print(f"Policy: {sampler}", highlight=False)
+        console.print(f"Policy: {sampler}", highlight=False, soft_wrap=True)
         print_tree_of_most_interest(rounds["focus"], config, tokenizer)
     return rounds
 
@@ -162,7 +169,9 @@ async def connect(config: Config) -> AsyncIterator[tuple[Sampler, Tokenizer]]:
             yield remote, remote.tokenizer
     else:
         model = Path(config.model) if config.model else smollm2_path()
-        async with LlamaCppSampler.start(model, num_parallel=config.num_workers) as local:
+        async with LlamaCppSampler.start(
+            model, num_parallel=config.num_workers, num_threads=config.num_threads or min(4, os.cpu_count() or 1)
+        ) as local:
             yield local, tokenizer or local.tokenizer
 
 
@@ -198,39 +207,34 @@ def measure(round_: Round) -> dict[str, float]:
 
 
 def print_comparison(problems: list[Problem], rounds: dict[str, Round], config: Config) -> None:
-    """One line per problem: how often it was solved, and how deep in its solutions the budget was spent."""
-    depths = range(1, 5)
-    table = Table(title="Continuations by the depth they started from (0: the beginning)", title_justify="left")
-    for heading in ("problem", "level", "solved"):
-        table.add_column(heading, justify="left" if heading == "problem" else "right")
-    for name in rounds:
-        for heading in ("nodes", "tokens", "0", *(str(d) if d < 4 else "4+" for d in depths), "value"):
-            table.add_column(f"{name}\n{heading}" if heading == "nodes" else f"\n{heading}", justify="right")
+    """One line per problem and method: how often it was solved, what was spent, and from where it was continued."""
+    table = Table(box=box.SIMPLE, padding=(0, 1), title="Continuations by the depth of the state they started from")
+    for name in ("problem", "method"):
+        table.add_column(name)
+    for name in ("solved", "nodes", "tokens", "root", "1", "2", "3+", "value"):
+        table.add_column(name, justify="right")
     for i, problem in enumerate(problems):
-        cells = []
-        outcomes: list[float] = []
-        for round_ in rounds.values():
+        for name, round_ in rounds.items():
             tree = round_.trees[i]
-            if tree is None:
-                cells += ["-"] * 8
+            if tree is None or len(tree) == 1:
+                table.add_row(escape(problem.id), name, "-")
                 continue
-            outcomes += [float(r) for r in tree.reward[tree.terminal]]
-            counts = start_depths(tree)
-            spent = sum(ledger.tokens for ledger in round_.ledgers[i])
-            value = focus_credit([tree], kappa=config.kappa).refined[0][0]
-            cells += [
+            starts = start_depths(tree)
+            table.add_row(
+                escape(problem.id),
+                name,
+                f"{tree.reward[tree.terminal].mean():.2f}",
                 str(len(tree)),
-                str(spent),
-                *(str(counts[d]) for d in range(4)),
-                str(sum(counts[d] for d in counts if d >= 4)),
-            ]
-            cells += [f"{value:.2f}"]
-        table.add_row(problem.id, str(problem.level), f"{np.mean(outcomes):.2f}" if outcomes else "-", *cells)
+                str(sum(ledger.tokens for ledger in round_.ledgers[i])),
+                *(str(starts[depth]) for depth in range(3)),
+                str(sum(count for depth, count in starts.items() if depth >= 3)),
+                f"{focus_credit([tree], kappa=config.kappa).refined[0][0]:.2f}",
+            )
     console.print(table)
     for name, round_ in rounds.items():
         console.print(f"{name}: " + ", ".join(f"{v} {k}" for k, v in measure(round_).items()), highlight=False)
         for problem_id, reason in round_.errors.items():
-            console.print(f"  {problem_id} ended early: {escape(reason)}", highlight=False)
+            console.print(f"  {escape(problem_id)} ended early: {escape(reason)}", highlight=False)
 
 
 def print_tree_of_most_interest(round_: Round, config: Config, tokenizer: Tokenizer) -> None:
@@ -247,7 +251,12 @@ def print_tree_of_most_interest(round_: Round, config: Config, tokenizer: Tokeni
     if tree is not None:
         outcomes = round_.evidence.nodes["count"][index, : len(tree)]
         credit = focus_credit([tree], kappa=config.kappa)
-        console.print(show_tree(tree, credit, 0, outcomes=outcomes, decode=tokenizer.decode), highlight=False)
+        console.print(show_tree(tree, credit, 0, outcomes=outcomes, decode=reader(tokenizer)), highlight=False)
+
+
+def reader(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
+    """Token ids to text, without the token that ends a turn."""
+    return lambda ids: tokenizer.decode([i for i in ids if i not in tokenizer.eos_ids])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def show_progress(title: str, console: Console, *, every: float = 10.0) -> Itera
             nonlocal last
             if time.monotonic() - last >= every:
                 last = time.monotonic()
-                console.print(f"{title}: {summary(progress)}", highlight=False)
+                console.print(f"{title}: {summary(progress)}", highlight=False, soft_wrap=True)
 
         yield line
         return
@@ -56,7 +56,7 @@ def summary(progress: Progress) -> str:
     reserved = sum(ledger.reserved_tokens for ledger in ledgers)
     return (
         f"{finished} finished, {len(progress.round.failures)} failed, {progress.in_flight} in flight, "
-        f"{progress.round.tokens()} tokens spent, {reserved} reserved, benefit {progress.score:.3g}"
+        f"{progress.round.tokens()} tokens spent, {reserved} reserved, score {progress.score:.3g}"
     )
 
 
