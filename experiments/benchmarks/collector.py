@@ -28,7 +28,7 @@ class Collector:
     num_workers: int = 64
     num_continuations: int = 10_000
     num_problems: int = 64
-    latency: float = 0.1
+    latency: float = 0.2
     """Mean seconds of one call."""
     max_turns: int = 8
     seed: int = 0

@@ -190,6 +190,8 @@ class _Collector:
     def _launch(self) -> None:
         """Fill the free workers, pass by pass; a group with nothing left to buy and nothing in flight moves on."""
         for index in range(len(self.round.passes)):
+            if not self.round.is_at(index):
+                continue
             self._buy(index)
             if len(self.in_flight) == self.num_workers:
                 return

@@ -15,21 +15,19 @@ from focus_jax.agents import Segment
 from focus_jax.collection.tree import Continuation
 from focus_jax.scheduling import OutcomeStats, token_entropy
 
-_NODE = np.dtype(
-    [
-        ("value", np.float64),  # the critic's prediction
-        ("count", np.int32),  # observed outcomes, Welford's mean and sum of squared deviations
-        ("mean", np.float64),
-        ("m2", np.float64),
-        ("pending", np.int32),  # continuations in flight
-        ("open", np.bool_),  # a continuation may start here
-        ("price", np.int64),  # the most tokens it can generate
-        ("entropy_sum", np.float64),  # over the scored edges that leave the node
-        ("num_scored", np.int32),
-        ("probes", np.int32),  # probes that came back, and the mean of their returns
-        ("probe_mean", np.float64),
-    ]
-)
+_COLUMNS: dict[str, type] = {
+    "value": np.float64,  # the critic's prediction
+    "count": np.int32,  # observed outcomes, Welford's mean and sum of squared deviations
+    "mean": np.float64,
+    "m2": np.float64,
+    "pending": np.int32,  # continuations in flight
+    "open": np.bool_,  # a continuation may start here
+    "price": np.int64,  # the most tokens it can generate
+    "entropy_sum": np.float64,  # over the scored edges that leave the node
+    "num_scored": np.int32,
+    "probes": np.int32,  # probes that came back, and the mean of their returns
+    "probe_mean": np.float64,
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Frontier:
 
 
 class Evidence:
-    """Outcome statistics of a batch of growing trees: `nodes` is a structured array [num_trees, capacity].
+    """Outcome statistics of a batch of growing trees: `nodes` holds one array [num_trees, capacity] per quantity.
 
     One finished continuation adds one observation at its starting node and one at each node it created; strict
     ancestors of the starting node get nothing.
@@ -73,7 +71,7 @@ class Evidence:
         self.gamma = gamma
         self.window = window
         self.num_nodes = np.zeros(num_trees, np.int64)
-        self.nodes = np.zeros((num_trees, 64), _NODE)
+        self.nodes = {name: np.zeros((num_trees, 64), dtype) for name, dtype in _COLUMNS.items()}
 
     def add_root(self, tree: int, value: float, *, candidate: bool = True, price: int = 0) -> None:
         """Take in the bare root of a tree."""
@@ -95,15 +93,16 @@ class Evidence:
 
     def record_probe(self, tree: int, start: int, continuation: Continuation) -> None:
         """Add a probe: only its return is kept, for the Monte Carlo value of the state it started from."""
-        n = self.nodes[tree, start]
-        n["probes"] += 1
-        n["probe_mean"] += (continuation.suffix_returns(self.gamma)[0] - n["probe_mean"]) / n["probes"]
+        outcome = continuation.suffix_returns(self.gamma)[0]
+        probes, mean = self.nodes["probes"], self.nodes["probe_mean"]
+        probes[tree, start] += 1
+        mean[tree, start] += (outcome - mean[tree, start]) / probes[tree, start]
 
     def frontier(self, purse: np.ndarray, *, max_pending: int = 1, decision: int = 0) -> Frontier:
         """Nodes with fewer than `max_pending` in flight whose price is at most `purse` (float [num_trees], -1 for none)."""
         mask = self.nodes["open"] & (self.nodes["pending"] < max_pending) & (self.nodes["price"] <= purse[:, None])
         tree, node = np.nonzero(mask)
-        at = self.nodes[tree, node]
+        at = {name: column[tree, node] for name, column in self.nodes.items()}
         entropy = np.where(at["num_scored"] > 0, at["entropy_sum"] / np.maximum(at["num_scored"], 1), np.inf)
         mean, m2 = at["mean"].astype(np.float32), at["m2"].astype(np.float32)
         stats = OutcomeStats(count=at["count"], mean=mean, m2=m2, pending=at["pending"])
@@ -111,16 +110,16 @@ class Evidence:
 
     def _observe(self, tree: int, node: int, outcome: float) -> None:
         """Welford's update."""
-        n = self.nodes[tree, node]
-        n["count"] += 1
-        delta = outcome - n["mean"]
-        n["mean"] += delta / n["count"]
-        n["m2"] += delta * (outcome - n["mean"])
+        count, mean, m2 = self.nodes["count"], self.nodes["mean"], self.nodes["m2"]
+        count[tree, node] += 1
+        delta = outcome - mean[tree, node]
+        mean[tree, node] += delta / count[tree, node]
+        m2[tree, node] += delta * (outcome - mean[tree, node])
 
     def _append(self, tree: int, value: float, candidate: bool, price: int) -> int:
         node = int(self.num_nodes[tree])
-        if node == self.nodes.shape[1]:
-            self.nodes = np.concatenate([self.nodes, np.zeros_like(self.nodes)], axis=1)
+        if node == self.nodes["open"].shape[1]:
+            self.nodes = {name: np.concatenate([a, np.zeros_like(a)], axis=1) for name, a in self.nodes.items()}
         self.num_nodes[tree] += 1
         self.nodes["value"][tree, node] = value
         self.nodes["open"][tree, node] = candidate

@@ -104,12 +104,12 @@ class ValueRefinement:
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
         if not len(frontier):
             return []
-        size = _bucket(len(frontier), 1024)
+        size = _bucket(len(frontier), 4096)
         value = _pad(frontier.value, size)
         stats = OutcomeStats(*(_pad(getattr(frontier.stats, f.name), size) for f in fields(OutcomeStats)))
         candidates = np.arange(size) < len(frontier)
         # Asking for more and dropping the rest is the same as asking for `num`: choices are made in order.
-        asked = _bucket(num, 16)
+        asked = _bucket(num, 64)
         found = allocate(
             value,
             stats,
@@ -253,4 +253,6 @@ def _bucket(size: int, smallest: int) -> int:
 
 
 def _pad(array: Any, size: int) -> np.ndarray:
-    return np.pad(np.asarray(array), (0, size - len(array)))
+    padded = np.zeros(size, array.dtype)
+    padded[: len(array)] = array
+    return padded

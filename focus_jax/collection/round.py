@@ -166,6 +166,10 @@ class Round:
         decision = sum(ledgers[pass_index].num_launched for ledgers in self.ledgers)
         return self.evidence.frontier(purse, max_pending=self.passes[pass_index].pending_limit, decision=decision)
 
+    def is_at(self, pass_index: int) -> bool:
+        """Whether any group of problems is at this pass."""
+        return bool((self.cursor == pass_index).any())
+
     def move_on(self, pass_index: int) -> None:
         """Groups at this pass with nothing in flight have had their say: on to the next pass."""
         self.cursor[(self.cursor == pass_index) & (self.in_flight == 0)] += 1

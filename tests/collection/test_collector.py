@@ -65,7 +65,7 @@ def assert_same(a, b):
             if m.segment is not None:
                 assert (m.segment.reward, m.segment.status) == (n.segment.reward, n.segment.status)
                 np.testing.assert_array_equal(m.segment.logprobs, n.segment.logprobs)
-    np.testing.assert_array_equal(a.evidence.nodes, b.evidence.nodes)
+    np.testing.assert_equal(a.evidence.nodes, b.evidence.nodes)
     assert [[str(x) for x in group] for group in a.ledgers] == [[str(x) for x in group] for group in b.ledgers]
 
 
@@ -161,7 +161,7 @@ def test_probes_leave_the_trees_alone():
     round_ = run(passes=passes, num_workers=4)
     for i, tree in enumerate(round_.trees):
         is_open = np.array([tree.status(j) == "open" for j in range(len(tree))])
-        nodes = round_.evidence.nodes[i, : len(tree)]
+        nodes = {name: column[i, : len(tree)] for name, column in round_.evidence.nodes.items()}
         assert len(set(tree.parent[1:].tolist())) == len(tree) - 1  # still one chain
         np.testing.assert_array_equal(nodes["probes"], np.where(is_open, 2, 0))
         assert set(nodes["probe_mean"][is_open]) <= {0.0, 0.5, 1.0}

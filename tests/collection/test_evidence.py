@@ -39,7 +39,7 @@ def test_welford_equals_numpy_on_many_outcomes():
     outcomes = 1000 + np.random.default_rng(0).normal(size=200)
     for outcome in outcomes:
         evidence.record(0, 0, make_continuation(make_segment(reward=float(outcome), status="terminal")))
-    root = evidence.nodes[0, 0]
+    root = {name: column[0, 0] for name, column in evidence.nodes.items()}
     assert root["mean"] == pytest.approx(outcomes.mean(), rel=1e-12)
     assert root["m2"] == pytest.approx(((outcomes - outcomes.mean()) ** 2).sum(), rel=1e-9)
     assert evidence.num_nodes[0] == 201  # and the arrays have grown past their first capacity
@@ -70,10 +70,10 @@ def test_a_state_that_cannot_be_copied_is_never_offered_b43():
 def test_probes_are_averaged_and_add_nothing_else():
     evidence = Evidence(1)
     evidence.add_root(0, 0.0)
-    before = evidence.nodes.copy()
+    before = {name: column.copy() for name, column in evidence.nodes.items()}
     for reward in (1.0, 0.0, 0.0, 1.0):
         evidence.record_probe(0, 0, make_continuation(make_segment(reward=reward, status="terminal")))
-    assert (evidence.nodes[0, 0]["probes"], evidence.nodes[0, 0]["probe_mean"]) == (4, 0.5)
+    assert (evidence.nodes["probes"][0, 0], evidence.nodes["probe_mean"][0, 0]) == (4, 0.5)
     for name in ("count", "mean", "m2", "pending", "open"):
         np.testing.assert_array_equal(evidence.nodes[name], before[name])
 
