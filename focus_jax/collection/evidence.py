@@ -102,11 +102,18 @@ class Evidence:
         """Nodes with fewer than `max_pending` in flight whose price is at most `purse` (float [num_trees], -1 for none)."""
         mask = self.nodes["open"] & (self.nodes["pending"] < max_pending) & (self.nodes["price"] <= purse[:, None])
         tree, node = np.nonzero(mask)
-        at = {name: column[tree, node] for name, column in self.nodes.items()}
-        entropy = np.where(at["num_scored"] > 0, at["entropy_sum"] / np.maximum(at["num_scored"], 1), np.inf)
-        mean, m2 = at["mean"].astype(np.float32), at["m2"].astype(np.float32)
-        stats = OutcomeStats(count=at["count"], mean=mean, m2=m2, pending=at["pending"])
-        return Frontier(tree, node, at["value"].astype(np.float32), stats, entropy, at["probes"], decision)
+        value, count, mean, m2, pending, probes = (
+            self.nodes[name][tree, node] for name in ("value", "count", "mean", "m2", "pending", "probes")
+        )
+        stats = OutcomeStats(count=count, mean=mean.astype(np.float32), m2=m2.astype(np.float32), pending=pending)
+        return Frontier(tree, node, value.astype(np.float32), stats, self._entropy(tree, node), probes, decision)
+
+    def _entropy(self, tree: np.ndarray, node: np.ndarray) -> np.ndarray:
+        """Mean score of the edges leaving each node, +inf where none is scored."""
+        if self.window is None:
+            return np.full(len(tree), np.inf)
+        total, num = self.nodes["entropy_sum"][tree, node], self.nodes["num_scored"][tree, node]
+        return np.where(num > 0, total / np.maximum(num, 1), np.inf)
 
     def _observe(self, tree: int, node: int, outcome: float) -> None:
         """Welford's update."""
