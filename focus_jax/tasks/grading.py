@@ -157,12 +157,16 @@ class Grader:
         return reply
 
     def _replace(self, worker: _Worker) -> _Worker:
+        """A new worker in place of one that failed; where none can start, the dead one stays and is replaced at its next use."""
         worker.kill()
         with self._lock:
             if self._closed:
                 return worker
-            self._workers.remove(worker)
-            new = _Worker(self._script, self.timeout)
+            try:
+                new = _Worker(self._script, self.timeout)
+            except OSError as error:
+                raise GraderFailure(f"the grader lost a worker, and no other can be started: {error}") from error
+            self._workers.discard(worker)
             self._workers.add(new)
             return new
 

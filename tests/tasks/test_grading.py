@@ -206,6 +206,21 @@ def test_a_worker_that_cannot_start_is_a_failure(tmp_path):
         grader.grade(gold="7", answer="7")
 
 
+def test_a_worker_that_cannot_be_replaced_is_a_failure_and_the_pool_recovers(patched_script, monkeypatch):
+    def refuse(*args, **options):
+        raise BlockingIOError("no more processes")
+
+    with Grader(num_workers=1, timeout=60.0, script=patched_script) as grader:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuse)
+            for answer in (CRASH, "7"):
+                with pytest.raises(GraderFailure, match="no other can be started: no more processes"):
+                    grader.grade(gold="7", answer=answer)
+        with pytest.raises(GraderFailure, match="has crashed"):  # the dead worker's place is taken now
+            grader.grade(gold="7", answer="7")
+        assert grader.grade(gold="7", answer="7") is True
+
+
 def test_closing_ends_the_workers_and_what_they_were_doing(patched_script):
     grader = Grader(num_workers=2, timeout=60.0, script=patched_script)
     assert grader.grade(gold="7", answer="7")
