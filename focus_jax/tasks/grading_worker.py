@@ -64,7 +64,12 @@ def is_parseable(gold: str) -> bool:
 
 def is_correct(gold: str, answer: str) -> bool:
     """Whether the answer equals the reference. `verify` is not symmetric: the reference goes first."""
-    return bool(verify(parse(gold), parse(answer), timeout_seconds=None))
+    try:
+        return bool(verify(parse(gold), parse(answer), timeout_seconds=None, raise_on_error=True))
+    except (MemoryError, RecursionError):
+        raise  # ends the process: running out of room says nothing about the answer
+    except Exception:  # such as a comparison that SymPy does not know
+        return False
 
 
 def respond(request: dict[str, str], correct: Callable[[str, str], bool] = is_correct) -> dict[str, Any]:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 # A worker whose comparator does what the answer says; everything else about it is the real one.
 PATCHED_WORKER = f"""
 import os, runpy, signal, sys, time
+import math_verify.grader
 worker = runpy.run_path({str(WORKER_SCRIPT)!r}, run_name="worker")
 
 def compare(gold, answer):
@@ -32,9 +33,18 @@ def compare(gold, answer):
         return len(str(7 ** 10 ** 9)) > 0  # holds the interpreter lock for minutes
     return worker["is_correct"](gold, answer)
 
+failures = {{"1004": MemoryError, "1005": RecursionError, "1006": TypeError}}
+compare_expressions = math_verify.grader.sympy_expr_eq
+
+def compare_or_fail(gold, answer, *options):
+    if str(answer) in failures:
+        raise failures[str(answer)]
+    return compare_expressions(gold, answer, *options)
+
+math_verify.grader.sympy_expr_eq = compare_or_fail
 worker["serve"](float(sys.argv[1]), compare)
 """
-HANG, CRASH, SPIN = "1001", "1002", "1003"
+HANG, CRASH, SPIN, OUT_OF_MEMORY, OUT_OF_STACK, INCOMPARABLE = "1001", "1002", "1003", "1004", "1005", "1006"
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +209,21 @@ def test_b38_a_crashed_grader_is_a_failure_and_not_a_zero(patched_script):
         with pytest.raises(GraderFailure, match="crashed"):
             grader.grade(gold="7", answer="7")
         assert grader.grade(gold="7", answer="7") is True
+
+
+@pytest.mark.parametrize("answer", [OUT_OF_MEMORY, OUT_OF_STACK])
+def test_b38_a_grader_that_runs_out_of_room_is_a_failure_and_not_a_zero(patched_script, answer):
+    with Grader(num_workers=1, timeout=60.0, script=patched_script) as grader:
+        with pytest.raises(GraderFailure, match="crashed"):
+            grader.grade(gold="7", answer=answer)
+        assert grader.grade(gold="7", answer="7") is True
+
+
+def test_an_answer_that_cannot_be_compared_is_wrong(patched_script):
+    with Grader(num_workers=1, timeout=60.0, script=patched_script) as grader:
+        before = worker_ids(grader)
+        assert grader.grade(gold="7", answer=INCOMPARABLE) is False
+        assert worker_ids(grader) == before
 
 
 def test_a_worker_that_cannot_start_is_a_failure(tmp_path):
