@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from focus_jax.agents.environment import Action, Environment, Observation, call_environment, check_observation
@@ -73,6 +75,7 @@ def check_environment(
     A restored run gives the observations of the uninterrupted one, in a new environment and in a used one; restoring
     takes everything back (the snapshot, and every public number, such as a counter or a limit); what one child does
     reaches neither its sibling nor its parent; snapshots are bytes; a last action ends the episode; rewards are finite.
+    Every environment that was made is closed at the end, where it has a `close`.
 
     Args:
         make_environment: makes a fresh environment.
@@ -98,7 +101,9 @@ def check_environment(
     """
     num_tasks = 0
     for num_tasks, task in enumerate(tasks, start=1):
-        _check_task(make_environment, task, f"{type(make_environment()).__name__}, task {num_tasks - 1}", actions)
+        with ExitStack() as closing:
+            make = partial(_make, make_environment, closing)
+            _check_task(make, task, f"{type(make()).__name__}, task {num_tasks - 1}", actions)
     if not num_tasks:
         raise ConformanceError("`tasks`: expected at least one task to try, got none")
 
@@ -114,6 +119,13 @@ class _Point:
     @classmethod
     def of(cls, environment: Environment, name: str) -> _Point:
         return cls(name, _snapshot(environment, name), _numbers(environment))
+
+
+def _make(make_environment: Callable[[], Environment], closing: ExitStack) -> Environment:
+    environment = make_environment()
+    if (close := getattr(environment, "close", None)) is not None:
+        closing.callback(call_environment, "close", close)
+    return environment
 
 
 def _check_task(make: Callable[[], Environment], task: Any, name: str, actions: Sequence[Action]) -> None:

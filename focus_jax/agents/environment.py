@@ -68,15 +68,43 @@ class Environment(Protocol):
     Every call may block: it runs in a thread of its own, unless the environment has an attribute `blocking = False`, which
     saves a quick one the thread. It raises `EnvironmentFailure` or `GraderFailure` when the machinery breaks; any other
     exception counts as an environment failure too.
+
+    An environment may also have `close()`, which takes and returns nothing: called once its attempt is over, however it
+    ended, to give back a sandbox, a browser or a file. Nothing is called after it, but a call that its deadline left behind
+    may still be running.
     """
 
-    def reset(self, task: Any) -> Observation: ...
+    def reset(self, task: Any) -> Observation:
+        """Start `task` afresh, whatever was done before.
 
-    def step(self, action: Action) -> Observation: ...
+        Returns:
+            The whole opening: at least one message, reward 0 and `done=False`.
+        """
+        ...
 
-    def snapshot(self) -> bytes: ...
+    def step(self, action: Action) -> Observation:
+        """Take one turn of the policy, and answer it.
 
-    def restore(self, snapshot: bytes) -> None: ...
+        Returns:
+            What the policy sees next, and the reward. After `action.last` it must have `done=True`.
+
+        Raises:
+            EnvironmentFailure, GraderFailure: the machinery broke. What the policy did wrong is an observation instead.
+        """
+        ...
+
+    def snapshot(self) -> bytes:
+        """Everything that what follows depends on, limits and random generators included; equal states give equal bytes.
+
+        Raises:
+            TypeError: the environment cannot be copied; see `pickle_snapshot`.
+            EnvironmentFailure: the machinery broke.
+        """
+        ...
+
+    def restore(self, snapshot: bytes) -> None:
+        """Take on the state in `snapshot`, from this instance or another; nothing of the present state is left."""
+        ...
 
 
 def call_environment(operation: str, function: Callable[..., T], *args: Any) -> T:

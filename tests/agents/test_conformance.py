@@ -5,6 +5,7 @@ import pickle
 import random
 import re
 import threading
+from contextlib import nullcontext
 
 import pytest
 from agent_fakes import CountingEnvironment
@@ -218,3 +219,37 @@ def test_rewards_must_be_finite():
 
 def test_there_must_be_a_task():
     fails_with(CountingEnvironment, "expected at least one task to try, got none", [])
+
+
+class Closing(CountingEnvironment):
+    """Keeps its instances, which count how often they were closed."""
+
+    def __init__(self, instances):
+        super().__init__()
+        self.instances, self._closed = instances, 0
+        instances.append(self)
+
+    def step(self, action):
+        assert not self._closed
+        return super().step(action)
+
+    def close(self):
+        self._closed += 1
+
+
+@pytest.mark.parametrize(("reward", "outcome"), [(0.5, nullcontext()), (float("nan"), pytest.raises(EnvironmentFailure))])
+def test_every_environment_is_closed_once(reward, outcome):
+    instances = []
+    with outcome:
+        check_environment(lambda: Closing(instances), [{}, {"reward": reward}])
+    assert len(instances) > 2
+    assert {environment._closed for environment in instances} == {1}
+
+
+def test_a_close_that_breaks_is_named():
+    class Stuck(CountingEnvironment):
+        def close(self):
+            raise OSError("busy")
+
+    with pytest.raises(EnvironmentFailure, match="`close` raised OSError: busy"):
+        check_environment(Stuck, TASKS)
