@@ -5,6 +5,7 @@ from focus_jax.agents.context import AppendOnly, ContextManager, Summarize
 from focus_jax.agents.environment import Action, Environment, EnvironmentFailure, GraderFailure, Message, Observation
 from focus_jax.agents.render import ChatRenderer
 from focus_jax.agents.sampler import Sample, Sampler, SamplerError, SamplingParams
+from focus_jax.agents.seeds import derive_seed
 from focus_jax.agents.segment import SegmentBuilder
 from focus_jax.agents.state import AttemptFailure, Segment, State, classify_failure
 from focus_jax.agents.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ __all__ = [
     "Tokenizer",
     "check_environment",
     "classify_failure",
+    "derive_seed",
     "pickle_restore",
     "pickle_snapshot",
 ]

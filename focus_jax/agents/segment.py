@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +10,7 @@ import numpy as np
 from focus_jax.agents.environment import Environment, EnvironmentFailure, Message
 from focus_jax.agents.render import ChatRenderer
 from focus_jax.agents.sampler import Sample, Sampler, SamplerError, SamplingParams
+from focus_jax.agents.seeds import derive_seed
 from focus_jax.agents.state import Segment, State, Status
 
 
@@ -105,7 +105,7 @@ class SegmentBuilder:
         if limit < 1:
             raise RuntimeError(f"no room to generate ({self.room} tokens); look at `room` first")
         self._flush()
-        params = replace(self.params, max_tokens=limit, stop=stop, seed=call_seed(self.seed, self._num_calls))
+        params = replace(self.params, max_tokens=limit, stop=stop, seed=derive_seed(self.seed, self._num_calls))
         self._num_calls += 1
         try:
             sample = await self.sampler.sample(self.context, params)
@@ -191,17 +191,6 @@ class SegmentBuilder:
     def _require_open(self) -> None:
         if self.reset is not None:
             raise RuntimeError("the context has been replaced: the segment is complete, return from the context manager")
-
-
-def call_seed(seed: int, index: int) -> int:
-    """Seed of the policy call `index` within a segment, in [0, 2**31): a hash, so that no two calls are alike.
-
-    Example:
-        >>> call_seed(7, 0) == call_seed(7, 0), call_seed(7, 0) == call_seed(7, 1)
-        (True, False)
-    """
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2**31
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
