@@ -16,7 +16,7 @@ _NO_LOGPROB = -9000.0
 
 
 @dataclass(frozen=True)
-class Reply:
+class Answer:
     """A server's answer, checked: ids in the vocabulary and one log-probability each.
 
     Attributes:
@@ -52,7 +52,7 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int | None: ...
 
-    async def reply(self, client: JsonClient, prompt: list[int], params: SamplingParams) -> Reply:
+    async def reply(self, client: JsonClient, prompt: list[int], params: SamplingParams) -> Answer:
         """Sample one reply; `params.max_tokens` already fits the context."""
         ...
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from focus_jax.agents.sampler import SamplerError, SamplingParams
-from focus_jax.sampling.engine import Reply, answer_limit, read_field, read_ids, read_logprob
+from focus_jax.sampling.engine import Answer, answer_limit, read_field, read_ids, read_logprob
 from focus_jax.sampling.transport import JsonClient
 
 _PATH = "/completion"
@@ -44,7 +44,7 @@ class LlamaCpp:
     vocab_size: int
     plain_id: int
 
-    async def reply(self, client: JsonClient, prompt: list[int], params: SamplingParams) -> Reply:
+    async def reply(self, client: JsonClient, prompt: list[int], params: SamplingParams) -> Answer:
         """Sample one reply; see `Engine.reply`."""
         body = await client.post(_PATH, self.request(prompt, params), max_bytes=answer_limit(prompt, params.max_tokens))
         ids = read_ids(read_field(body, "tokens", list, f"`return_tokens` was asked for; {_OLD}"), self.vocab_size)
@@ -57,7 +57,7 @@ class LlamaCpp:
             error.num_tokens = len(ids)
             raise
         end = body.get("stop_type")
-        return Reply(
+        return Answer(
             ids=ids,
             logprobs=logprobs.astype(np.float32),
             text=read_field(body, "content", str, _OLD),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from focus_jax.agents.sampler import SamplerError, SamplingParams
-from focus_jax.sampling.engine import Reply, answer_limit, read_field, read_ids, read_logprob
+from focus_jax.sampling.engine import Answer, answer_limit, read_field, read_ids, read_logprob
 from focus_jax.sampling.transport import JsonClient, StatusError
 
 _PATH = "/v1/completions"
@@ -34,7 +34,7 @@ class Vllm:
     vocab_size: int | None
     processed: bool
 
-    async def reply(self, client: JsonClient, prompt: list[int], params: SamplingParams) -> Reply:
+    async def reply(self, client: JsonClient, prompt: list[int], params: SamplingParams) -> Answer:
         """Sample one reply; see `Engine.reply`."""
         if not self.processed and params.temperature != 0 and (params.temperature != 1 or params.top_p != 1):
             raise SamplerError(
@@ -54,7 +54,7 @@ class Vllm:
             _check_prompt(choice, prompt)
             logprobs = _read_logprobs(choice, len(ids))
             stop = choice.get("stop_reason")
-            return Reply(
+            return Answer(
                 ids=ids,
                 logprobs=logprobs,
                 text=read_field(choice, "text", str, _ODD),
