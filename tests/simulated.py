@@ -78,7 +78,7 @@ class LetterSampler:
         if draw.random() < self.failing:
             raise SamplerError("the server fell over", num_tokens=len(ids) // 2)
         logprobs = np.log(np.array([draw.uniform(0.05, 1) for _ in ids], np.float32))
-        return Sample(ids, logprobs, text, "stop", policy_version=3)
+        return Sample(ids, logprobs, text, "stop")
 
 
 def letter_agent(**sampler) -> Agent:

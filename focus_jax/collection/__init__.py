@@ -1,7 +1,7 @@
 """Growing rollout trees under a budget: passes, evidence, journal, and the training records read off the trees."""
 
 from focus_jax.collection.budget import Budget, Ledger
-from focus_jax.collection.collector import AllAttemptsFailed, Progress, collect, derive_seed
+from focus_jax.collection.collector import AllAttemptsFailed, Progress, collect
 from focus_jax.collection.critic import ConstantCritic, Critic, RandomCritic
 from focus_jax.collection.evidence import Evidence, Frontier
 from focus_jax.collection.journal import Journal, JournalError
@@ -48,7 +48,6 @@ __all__ = [
     "Uniform",
     "ValueRefinement",
     "collect",
-    "derive_seed",
     "focus_credit",
     "grpo_credit",
     "replay",

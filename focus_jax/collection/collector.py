@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from focus_jax.agents import Agent, AttemptFailure, Environment, Segment, State, classify_failure
+from focus_jax.agents import Agent, AttemptFailure, Environment, SamplerError, Segment, State, classify_failure, derive_seed
+from focus_jax.agents.environment import call_environment
+from focus_jax.agents.threads import run_blocking
 from focus_jax.collection.critic import Critic
 from focus_jax.collection.evidence import Frontier
 from focus_jax.collection.journal import Journal, JournalError, Launch, Outcome, Root
@@ -71,12 +74,13 @@ async def collect(
         passes: allocation rules with their budgets, one after the other.
         make_environment: a fresh environment; called once per attempt.
         num_workers: most continuations in flight.
-        seed: fixes, with tree, node and attempt, the seed of every reply.
+        seed: fixes, with tree, node and attempt, the seed of every reply; give every round of a training run its own.
         journal: SQLite file of the round, or None to keep it in memory.
         shared_budget: one budget per pass over all problems, instead of one per pass and problem.
-        attempt_timeout: seconds after which an attempt counts as failed by time.
-        max_failures: so many failed attempts in a row end a problem; the others go on.
-        policy_version: version of the acting weights, kept with every launch.
+        attempt_timeout: seconds after which an attempt counts as failed by time; the reply in flight then is not charged.
+        max_failures: so many failures in a row end a problem; the others go on. Attempts that were in flight together
+            count once, and calling again with the same journal gives the problem another chance.
+        policy_version: version of the acting weights; a sample of another version fails its attempt.
         report: told of every launch and outcome.
 
     Returns:
@@ -106,7 +110,7 @@ async def collect(
         "problems": list(tasks),
         "tasks": _digest(tasks),
         "agent": agent.describe(),
-        "critic": repr(critic),
+        "critic": _stable_repr(critic),
     }
     book = Journal(journal, settings)
     try:
@@ -116,11 +120,10 @@ async def collect(
         await collector.run()
     finally:
         book.close()
-    if round_.failures and not any(tree is not None and len(tree) > 1 for tree in round_.trees):
-        raise AllAttemptsFailed(
-            "no attempt on any problem finished; the first failure was in the "
-            f"{round_.failures[0].kind}: {round_.failures[0].message}"
-        )
+    finished = any(ledger.continuations for ledgers in round_.ledgers for ledger in ledgers)
+    if not finished and (round_.failures or round_.errors):
+        causes = [f"{f.kind}: {f.message}" for f in round_.failures] or list(round_.errors.values())
+        raise AllAttemptsFailed(f"no attempt on any problem finished; the first failure was in the {causes[0]}")
     return round_
 
 
@@ -151,6 +154,7 @@ class _Collector:
             while True:
                 self._launch()
                 if not self.in_flight:
+                    self.round.conclude()
                     return
                 done, _ = await asyncio.wait(self.in_flight, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=lambda t: self.in_flight[t].launch.attempt):
@@ -161,31 +165,51 @@ class _Collector:
     def _resume(self) -> None:
         """Take in the journal of an earlier run; what was in flight when it ended is launched again."""
         self.round.load(self.journal)
+        self.round.revive()
         for attempt in list(self.round.launches):
             self._record(Outcome(attempt, INTERRUPTED, "the process ended before it did", 0, None))
 
     async def _start_problems(self) -> None:
-        known = {root.problem for root in self.journal.roots()}
-        for problem, (name, task) in enumerate(self.tasks.items()):
-            if problem not in known:
-                root = await self._root(problem, name, task)
+        """Start what is not in the journal yet, several at a time; the order of the journal is that of the tasks."""
+        known = {root.problem for root in self.journal.roots() if not root.retry}
+        waiting = [(i, name, task) for i, (name, task) in enumerate(self.tasks.items()) if i not in known]
+        for first in range(0, len(waiting), self.num_workers):
+            batch = waiting[first : first + self.num_workers]
+            for root in await asyncio.gather(*(self._root(*problem) for problem in batch)):
                 self.journal.add_root(root)
                 self.round.start(root)
 
     async def _root(self, problem: int, name: str, task: Any) -> Root:
         try:
-            state = await self.agent.start(self.make_environment(), task)
-            value = (await self._values([state]))[0]
+            async with asyncio.timeout(self.attempt_timeout), self._environment() as environment:
+                state = await self.agent.start(environment, task)
+                value = (await self._values([state]))[0]
         except ValueError as error:  # the opening does not fit the context, or the chat template refuses it
             return Root(problem, name, None, error=f"could not start: {error}")
         except Exception as error:
-            failure = classify_failure(error)
+            failure = self._classify(error)
             if failure is None:
                 raise
-            return Root(problem, name, None, error=f"could not start, {failure.kind}: {failure}")
+            return Root(problem, name, None, error=f"could not start, {failure.kind}: {failure}", retry=True)
         if not state.resumable:
-            return Root(problem, name, None, error="could not start, environment: its state cannot be copied")
+            return Root(problem, name, None, error="could not start: the environment's state cannot be copied")
         return Root(problem, name, state, value, self.agent.max_generated(state))
+
+    @contextlib.asynccontextmanager
+    async def _environment(self) -> AsyncIterator[Environment]:
+        """A fresh environment, closed afterwards where it can be; a hanging one must hold nobody up."""
+        environment = await run_blocking(call_environment, "make_environment", self.make_environment)
+        try:
+            yield environment
+        finally:
+            if (close := getattr(environment, "close", None)) is not None:
+                threading.Thread(target=close, daemon=True, name="close-environment").start()
+
+    def _classify(self, error: BaseException) -> AttemptFailure | None:
+        """Who failed, or None for a programming error."""
+        if isinstance(error, TimeoutError):
+            return AttemptFailure("time", f"not over after {self.attempt_timeout:g} s")
+        return classify_failure(error) if isinstance(error, Exception) else None
 
     def _launch(self) -> None:
         """Fill the free workers, pass by pass; a group with nothing left to buy and nothing in flight moves on."""
@@ -238,14 +262,14 @@ class _Collector:
     async def _attempt(self, attempt: _Attempt) -> Continuation:
         """Run one continuation from a copy of its node's state to the end of its episode."""
         launch = attempt.launch
-        environment = self.make_environment()
         state = self.round.tree(launch.problem).state(launch.node)
         segments: list[Segment] = []
         states: list[State] = []
-        async with asyncio.timeout(self.attempt_timeout):
+        async with asyncio.timeout(self.attempt_timeout), self._environment() as environment:
             while not segments or segments[-1].status == "open":
                 seed = derive_seed(launch.seed, len(segments))
                 segment, state = await self.agent.segment(environment, state, seed=seed, charge=attempt.charge)
+                self._check_version(segment)
                 segments.append(segment)
                 states.append(state)
             alive = [s for s, g in zip(states, segments, strict=True) if g.status != "terminal"]
@@ -253,6 +277,15 @@ class _Collector:
         values += [0.0] * (len(states) - len(values))  # only the last state can be terminal
         prices = tuple(self.agent.max_generated(s) for s in states)
         return Continuation(tuple(segments), tuple(states), tuple(values), prices)
+
+    def _check_version(self, segment: Segment) -> None:
+        """Outcomes of different policy versions never share a round."""
+        other = segment.versions[segment.generated & (segment.versions != self.policy_version)]
+        if len(other):
+            raise SamplerError(
+                f"expected samples of policy version {self.policy_version}, got {int(other[0])}; "
+                "pass `policy_version` to match the sampler, and publish only between rounds"
+            )
 
     async def _values(self, states: list[State]) -> list[float]:
         try:
@@ -270,7 +303,7 @@ class _Collector:
         if error is None:
             self._record(Outcome(number, "finished", None, attempt.tokens, task.result()))
             return
-        failure = classify_failure(error) if isinstance(error, Exception) else None
+        failure = self._classify(error)
         if failure is None:
             self._record(Outcome(number, INTERRUPTED, repr(error), attempt.tokens, None))
             raise error
@@ -290,27 +323,29 @@ class _Collector:
         for task in self.in_flight:
             task.cancel()
         await asyncio.gather(*self.in_flight, return_exceptions=True)
-        for attempt in self.in_flight.values():
-            with contextlib.suppress(JournalError):  # where the journal is what broke, the first error says so
-                self._record(Outcome(attempt.launch.attempt, INTERRUPTED, "the run was stopped", attempt.tokens, None))
-        self.in_flight.clear()
+        with contextlib.suppress(JournalError):  # where the journal is what broke, the first error says so
+            for task in list(self.in_flight):
+                attempt = self.in_flight.pop(task)
+                outcome = Outcome(attempt.launch.attempt, INTERRUPTED, "the run was stopped", attempt.tokens, None)
+                if not task.cancelled() and task.exception() is None:
+                    outcome = replace(outcome, kind="finished", message=None, continuation=task.result())
+                self._record(outcome)
 
     def _tell(self, score: float) -> None:
         self.score = score
         self.report(Progress(self.round, len(self.in_flight), score))
 
 
-def derive_seed(*parts: int) -> int:
-    """A seed in [0, 2**31) fixed by whole numbers, such as (run seed, tree, node, attempt): siblings differ, replays repeat.
-
-    Example:
-        >>> derive_seed(0, 1, 2, 0) == derive_seed(0, 1, 2, 0) != derive_seed(0, 1, 2, 1)
-        True
-    """
-    digest = hashlib.blake2b(",".join(str(int(p)) for p in parts).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+def _stable_repr(thing: object) -> str:
+    """What a journal tells the thing by; it must be the same in every process."""
+    if type(thing).__repr__ is object.__repr__:
+        raise ValueError(
+            f"expected a {type(thing).__name__} that can be told from another in a journal: make it a frozen dataclass or "
+            "give it a __repr__ without its address"
+        )
+    return repr(thing)
 
 
 def _digest(tasks: Mapping[str, Any]) -> str:
     """Tells one set of problems from another, so that a journal is not continued with other data."""
-    return hashlib.blake2b("\n".join(f"{k}: {v!r}" for k, v in tasks.items()).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b("\n".join(f"{k}: {_stable_repr(v)}" for k, v in tasks.items()).encode(), digest_size=8).hexdigest()

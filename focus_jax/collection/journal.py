@@ -21,17 +21,18 @@ import numpy as np
 from focus_jax.agents import Segment, State
 from focus_jax.collection.tree import Continuation
 
-FORMAT = 1
+FORMAT = 0x464F4301  # "FOC" and a version: no other SQLite file has it
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE roots (problem INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, context BLOB, seed_length INTEGER,
-    environment BLOB, num_turns INTEGER, num_tokens INTEGER, resumable INTEGER, value REAL, price INTEGER, error TEXT);
+    environment BLOB, num_turns INTEGER, num_tokens INTEGER, resumable INTEGER, value REAL, price INTEGER, error TEXT,
+    retry INTEGER);
 CREATE TABLE launches (attempt INTEGER PRIMARY KEY, problem INTEGER NOT NULL, node INTEGER NOT NULL, pass INTEGER NOT NULL,
     number INTEGER NOT NULL, seed INTEGER NOT NULL, policy_version INTEGER NOT NULL, reserved INTEGER NOT NULL,
     score REAL, time REAL NOT NULL);
 CREATE TABLE outcomes (seq INTEGER PRIMARY KEY, attempt INTEGER NOT NULL UNIQUE, kind TEXT NOT NULL, message TEXT,
-    tokens INTEGER NOT NULL, time REAL NOT NULL);
+    tokens INTEGER NOT NULL, num_launched INTEGER NOT NULL, time REAL NOT NULL);
 CREATE TABLE segments (attempt INTEGER NOT NULL, position INTEGER NOT NULL, token_ids BLOB, flags BLOB, logprobs BLOB,
     versions BLOB, reward REAL, num_steps INTEGER, status TEXT, reason TEXT, reset BLOB,
     environment BLOB, num_turns INTEGER, num_tokens INTEGER, resumable INTEGER, value REAL, price INTEGER,
@@ -72,18 +73,25 @@ class Launch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: `kind` is "finished", a failure kind, or "interrupted" (the process ended first)."""
+    """How an attempt ended: `kind` is "finished", a failure kind, or "interrupted" (the process ended first).
+
+    `num_launched` counts the attempts launched by then; a journal fills it in.
+    """
 
     attempt: int
     kind: str
     message: str | None
     tokens: int
     continuation: Continuation | None
+    num_launched: int = 0
 
 
 @dataclass(frozen=True)
 class Root:
-    """How a problem started: its root state, value and price, or the error that kept it from starting."""
+    """How a problem started: its root state, value and price, or the error that kept it from starting.
+
+    `retry` says that the machinery failed, not the problem: it is started again when the journal is continued.
+    """
 
     problem: int
     id: str
@@ -91,6 +99,7 @@ class Root:
     value: float = 0.0
     price: int = 0
     error: str | None = None
+    retry: bool = False
 
 
 class Journal:
@@ -109,6 +118,7 @@ class Journal:
         try:
             self._db = _open(path)
             self._check(settings)
+            self._num_launched = len(self.launches())
         except BaseException:
             self.close()
             raise
@@ -131,8 +141,8 @@ class Journal:
         self._write(
             [
                 (
-                    f"INSERT INTO roots VALUES ({','.join('?' * 11)})",
-                    [(root.problem, root.id, *columns, root.value, root.price, root.error)],
+                    f"INSERT OR REPLACE INTO roots VALUES ({','.join('?' * 12)})",
+                    [(root.problem, root.id, *columns, root.value, root.price, root.error, root.retry)],
                 )
             ]
         )
@@ -145,6 +155,7 @@ class Journal:
             for a in launches
         ]
         self._write([("INSERT INTO launches VALUES (?,?,?,?,?,?,?,?,?,?)", rows)])
+        self._num_launched += len(rows)
 
     def finish(self, attempt: int, continuation: Continuation, tokens: int) -> None:
         """Record a finished attempt with all that it found, or nothing."""
@@ -176,13 +187,13 @@ class Journal:
         self._write(
             [
                 (f"INSERT INTO segments VALUES ({','.join('?' * 17)})", rows),
-                (_INSERT_OUTCOME, [(attempt, "finished", None, tokens, time.time())]),
+                (_INSERT_OUTCOME, [(attempt, "finished", None, tokens, self._num_launched, time.time())]),
             ]
         )
 
     def fail(self, attempt: int, kind: str, message: str, tokens: int) -> None:
         """Record an attempt that failed or was interrupted, with the tokens it is charged."""
-        self._write([(_INSERT_OUTCOME, [(attempt, kind, message, tokens, time.time())])])
+        self._write([(_INSERT_OUTCOME, [(attempt, kind, message, tokens, self._num_launched, time.time())])])
 
     def roots(self) -> list[Root]:
         """Every problem that was started, by index."""
@@ -203,27 +214,28 @@ class Journal:
                 r["value"],
                 r["price"],
                 r["error"],
+                bool(r["retry"]),
             )
-            for r in self._db.execute("SELECT * FROM roots ORDER BY problem")
+            for r in self._read("SELECT * FROM roots ORDER BY problem")
         ]
 
     def launches(self) -> list[Launch]:
         """Every attempt, in the order of launch."""
-        return [Launch(*r[:9]) for r in self._db.execute("SELECT * FROM launches ORDER BY attempt")]
+        return [Launch(*r[:9]) for r in self._read("SELECT * FROM launches ORDER BY attempt")]
 
     def outcomes(self) -> Iterator[Outcome]:
         """Every ended attempt, in the order in which they ended. States of continuations carry no context."""
-        for r in self._db.execute("SELECT * FROM outcomes ORDER BY seq").fetchall():
+        for r in self._read("SELECT * FROM outcomes ORDER BY seq"):
             continuation = self._continuation(r["attempt"]) if r["kind"] == "finished" else None
-            yield Outcome(r["attempt"], r["kind"], r["message"], r["tokens"], continuation)
+            yield Outcome(r["attempt"], r["kind"], r["message"], r["tokens"], continuation, r["num_launched"])
 
     def settings(self) -> dict[str, Any]:
         """The settings the journal was made with."""
-        return json.loads(self._db.execute("SELECT value FROM meta WHERE key = 'settings'").fetchone()[0])
+        return json.loads(self._read("SELECT value FROM meta WHERE key = 'settings'")[0][0])
 
     def _continuation(self, attempt: int) -> Continuation:
         segments, states, values, prices = [], [], [], []
-        for r in self._db.execute("SELECT * FROM segments WHERE attempt = ? ORDER BY position", (attempt,)):
+        for r in self._read("SELECT * FROM segments WHERE attempt = ? ORDER BY position", attempt):
             flags = _array(r["flags"], np.uint8)
             segments.append(
                 Segment(
@@ -248,17 +260,23 @@ class Journal:
 
     def _check(self, settings: dict[str, Any]) -> None:
         wanted = json.loads(json.dumps(settings))
-        row = self._db.execute("SELECT value FROM meta WHERE key = 'settings'").fetchone()
-        if row is None:
+        rows = self._read("SELECT value FROM meta WHERE key = 'settings'")
+        if not rows:
             self._write([("INSERT INTO meta VALUES (?,?)", [("settings", json.dumps(wanted, sort_keys=True))])])
             return
-        stored = json.loads(row[0])
+        stored = json.loads(rows[0][0])
         different = sorted(k for k in wanted.keys() | stored.keys() if wanted.get(k) != stored.get(k))
         if different:
             changes = "; ".join(f"{k}: {_short(stored.get(k))} there, {_short(wanted.get(k))} here" for k in different)
             raise JournalError(
                 f"the journal was made by another run ({changes}); resume with the same settings or name a new file"
             )
+
+    def _read(self, query: str, *parameters: Any) -> list[sqlite3.Row]:
+        try:
+            return self._db.execute(query, parameters).fetchall()
+        except sqlite3.Error as error:
+            raise JournalError(f"the journal cannot be read: {error}") from error
 
     def _write(self, statements: list[tuple[str, list[tuple[Any, ...]]]]) -> None:
         """All of it or nothing."""
@@ -271,7 +289,7 @@ class Journal:
             raise JournalError(f"the journal cannot be written: {error}") from error
 
 
-_INSERT_OUTCOME = "INSERT INTO outcomes (attempt, kind, message, tokens, time) VALUES (?,?,?,?,?)"
+_INSERT_OUTCOME = "INSERT INTO outcomes (attempt, kind, message, tokens, num_launched, time) VALUES (?,?,?,?,?,?)"
 
 
 @contextlib.contextmanager
@@ -287,6 +305,7 @@ def read_journal(path: Path | str) -> Iterator[Journal]:
     journal._lock = None
     journal._db = _open(path, read_only=True)
     try:
+        journal._db.execute("BEGIN")  # one state of the file, whatever is written meanwhile
         yield journal
     finally:
         journal.close()
@@ -295,7 +314,7 @@ def read_journal(path: Path | str) -> Iterator[Journal]:
 def _open(path: Path | str | None, *, read_only: bool = False) -> sqlite3.Connection:
     try:
         if read_only:
-            db = sqlite3.connect(f"file:{Path(str(path)).resolve()}?mode=ro", uri=True, isolation_level=None)
+            db = sqlite3.connect(f"{Path(str(path)).resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
         else:
             # The collector may be driven from another thread than the one that made the journal, never from two at once.
             db = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, check_same_thread=False)

@@ -174,7 +174,7 @@ class Pass:
     @property
     def name(self) -> str:
         """The rule's name."""
-        return self.rule.name if isinstance(self.rule, Recorded) else type(self.rule).__name__
+        return self.rule.name if isinstance(self.rule, Recorded) else name_of(self.rule)
 
     @property
     def is_probe(self) -> bool:
@@ -205,7 +205,7 @@ class Pass:
         knobs: dict[str, Any] = {f.name: getattr(self.rule, f.name) for f in fields(self.rule)} if is_dataclass(self.rule) else {}
         return {
             "rule": self.name,
-            "knobs": {k: v.__name__ if callable(v) else v for k, v in knobs.items()},
+            "knobs": {k: name_of(v) if callable(v) else v for k, v in knobs.items()},
             "budget": asdict(self.budget),
             "max_pending": self.max_pending,
             "max_attempts": self.max_attempts,
@@ -216,6 +216,21 @@ class Pass:
         """The pass a journal tells of: its budget and limits, with a rule that chooses nothing any more."""
         rule = Recorded(description["rule"], description["knobs"].get("window"))
         return Pass(rule, Budget(**description["budget"]), description["max_pending"], description["max_attempts"])
+
+
+def name_of(thing: object) -> str:
+    """Name of a function, or of an object's class, that is the same in every run.
+
+    Raises:
+        ValueError: there is none: a lambda, or a partial of a function.
+    """
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    name = str(named.__qualname__)  # type: ignore[attr-defined]
+    if "<lambda>" in name or name == "partial":
+        raise ValueError(
+            f"expected a named function or a frozen dataclass, so that a journal can tell it from another, got {thing!r}"
+        )
+    return name
 
 
 def _taken(frontier: Frontier) -> np.ndarray:
@@ -233,7 +248,7 @@ def _greedy(score: np.ndarray, num: int, room: np.ndarray, step: float = 0.0) ->
     score, room = np.array(score, np.float64), np.array(room)
     choices: list[Choice] = []
     score[room <= 0] = -np.inf
-    for _ in range(min(num, len(score) and num)):
+    for _ in range(num if len(score) else 0):
         pick = int(np.argmax(score))
         if score[pick] == -np.inf:
             break

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from focus_jax.advantages import grpo_advantages, leave_one_out_advantages, segment_advantages, vineppo_advantages
+from focus_jax.agents import State
 from focus_jax.backup import backup
 from focus_jax.collection.tree import HostTree
 from focus_jax.trees import pack
@@ -60,11 +61,19 @@ class SegmentRecord:
 
 @dataclass(frozen=True)
 class CriticExample:
-    """One expanded nonterminal state: its context (int32 [T]), the fixed target G, and how many children it averages."""
+    """One expanded nonterminal state to train the critic on.
+
+    Attributes:
+        problem: the problem's id.
+        node: the state's node.
+        state: what the critic is asked about: its context (int32 [T]), turns taken, environment.
+        target: G, the mean child return; fixed, no gradient flows through it.
+        num_children: how many children it averages.
+    """
 
     problem: str
     node: int
-    context: np.ndarray
+    state: State
     target: float
     num_children: int
 
@@ -95,17 +104,28 @@ def focus_credit(
 
 
 def vineppo_credit(trees: Sequence[HostTree], mc_values: Sequence[np.ndarray], *, gamma: float = 1.0) -> Credit:
-    """Credit every segment with the change in Monte Carlo value, R + gamma^d V(c') - V(c).
+    """Credit every segment with the change in Monte Carlo value, R + gamma^d V(c') - V(c); no critic is trained.
 
     Args:
         trees: root rollouts.
-        mc_values: per tree, float [N]: mean probe return of each nonterminal state.
+        mc_values: per tree, float [N]: mean probe return of each state (`Round.mc_values`).
         gamma: discount per task transition.
+
+    Returns:
+        The credit; `refined` holds the Monte Carlo values.
+
+    Raises:
+        ValueError: a state has no probe.
     """
-    packed, arrays = pack(trees, values=[t.values for t in trees], mc=list(mc_values))
-    result = backup(packed, arrays["values"], gamma=gamma)
+    for tree, values in zip(trees, mc_values, strict=True):
+        if np.isnan(values).any():
+            node = int(np.flatnonzero(np.isnan(values))[0])
+            raise ValueError(
+                f"tree of problem {tree.problem!r}: node {node} has no probe; give the pass of probes a larger budget"
+            )
+    packed, arrays = pack(trees, mc=list(mc_values))
     advantages = vineppo_advantages(packed, arrays["mc"], gamma=gamma)
-    return Credit(*(_unpack(a, trees) for a in (advantages, arrays["mc"], result.target, result.num_children)))
+    return _without_critic(trees, _unpack(advantages, trees), [np.asarray(v, np.float32) for v in mc_values])
 
 
 def grpo_credit(trees: Sequence[HostTree], *, gamma: float = 1.0) -> Credit:
@@ -114,20 +134,15 @@ def grpo_credit(trees: Sequence[HostTree], *, gamma: float = 1.0) -> Credit:
     Raises:
         ValueError: a tree branches below its root, so its paths are no independent rollouts.
     """
-    members = [np.flatnonzero(t.parent[1:] == 0) + 1 for t in trees]
-    group = np.zeros((len(trees), max(len(m) for m in members)), np.float32)
+    rollouts = [_root_rollouts(tree, gamma) for tree in trees]
+    group = np.zeros((len(trees), max(len(returns) for returns, _ in rollouts)), np.float32)
     mask = np.zeros(group.shape, bool)
-    rollout = []
-    for i, (tree, first) in enumerate(zip(trees, members, strict=True)):
-        returns, member = _root_rollouts(tree, gamma)
-        group[i, : len(first)] = returns
-        mask[i, : len(first)] = True
-        rollout.append(member)
+    for i, (returns, _) in enumerate(rollouts):
+        group[i, : len(returns)] = returns
+        mask[i, : len(returns)] = True
     advantages = np.asarray(grpo_advantages(group, mask))
-    per_node = [np.concatenate([[0.0], advantages[i, m[1:]]]).astype(np.float32) for i, m in enumerate(rollout)]
-    values = [t.values for t in trees]
-    zeros = [np.zeros(len(t), np.float32) for t in trees]
-    return Credit(per_node, values, zeros, [np.zeros(len(t), np.int32) for t in trees])
+    per_node = [np.concatenate([[0], advantages[i, member[1:]]]).astype(np.float32) for i, (_, member) in enumerate(rollouts)]
+    return _without_critic(trees, per_node, [t.values for t in trees])
 
 
 def training_records(trees: Sequence[HostTree], credit: Credit) -> tuple[list[SegmentRecord], list[CriticExample]]:
@@ -140,7 +155,7 @@ def training_records(trees: Sequence[HostTree], credit: Credit) -> tuple[list[Se
     for tree, advantages, targets, counts in zip(trees, credit.advantages, credit.targets, credit.num_children, strict=True):
         for i, node in enumerate(tree.nodes):
             if counts[i] > 0:
-                examples.append(CriticExample(tree.problem, i, tree.context(i), float(targets[i]), int(counts[i])))
+                examples.append(CriticExample(tree.problem, i, tree.state(i), float(targets[i]), int(counts[i])))
             if (g := node.segment) is not None and g.generated.any():
                 segments.append(
                     SegmentRecord(
@@ -155,6 +170,12 @@ def training_records(trees: Sequence[HostTree], credit: Credit) -> tuple[list[Se
                     )
                 )
     return segments, examples
+
+
+def _without_critic(trees: Sequence[HostTree], advantages: list[np.ndarray], values: list[np.ndarray]) -> Credit:
+    """Credit of a method that refines nothing and trains no critic."""
+    targets = [np.zeros(len(t), np.float32) for t in trees]
+    return Credit(advantages, values, targets, [np.zeros(len(t), np.int32) for t in trees])
 
 
 def _unpack(packed: jax.Array, trees: Sequence[HostTree]) -> list[np.ndarray]:

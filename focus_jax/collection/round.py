@@ -6,7 +6,7 @@ replayed round equals the one that was collected.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from focus_jax.collection.evidence import Evidence, Frontier
 from focus_jax.collection.journal import Journal, Launch, Outcome, Root, read_journal
 from focus_jax.collection.passes import Pass
 from focus_jax.collection.tree import HostTree
+from focus_jax.scheduling import OutcomeStats
 
 # An attempt that the end of the process cut short says nothing about the problem: it is launched again, same seed.
 INTERRUPTED = "interrupted"
@@ -68,8 +69,10 @@ class Round:
         self.problems = tuple(problems)
         self.gamma = gamma
         self.max_failures = max_failures
-        windows = [p.window for p in passes if p.window is not None]
-        self.evidence = Evidence(len(problems), gamma=gamma, window=windows[0] if windows else None)
+        windows = {p.window for p in passes if p.window is not None}
+        if len(windows) > 1:
+            raise ValueError(f"`passes`: expected one token-entropy window in a round, got {sorted(windows)}")
+        self.evidence = Evidence(len(problems), gamma=gamma, window=min(windows, default=None))
         self.trees: list[HostTree | None] = [None] * len(problems)
         self.failures: list[Failure] = []
         self.errors: dict[str, str] = {}
@@ -82,14 +85,18 @@ class Round:
         self.cursor = np.zeros(num_groups, np.int64)
         self.alive = np.zeros(len(problems), bool)
         self.in_flight = np.zeros(num_groups, np.int64)
+        # Per node: how many attempt numbers were given out, and those that an interruption gave back.
         self._numbers: Counter[tuple[int, int]] = Counter()
+        self._returned: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
         self._failed_in_a_row = np.zeros(len(problems), np.int64)
+        self._counted = np.zeros(len(problems), np.int64)
 
     def start(self, root: Root) -> None:
         """Take in a problem's root, or why it has none."""
         if root.state is None:
             self.errors[root.id] = root.error or "no reason recorded"
             return
+        self.errors.pop(root.id, None)
         tree = HostTree(root.id, root.state, root.value)
         self.trees[root.problem] = tree
         self.evidence.add_root(root.problem, root.value, candidate=tree.is_candidate(0), price=root.price)
@@ -99,17 +106,32 @@ class Round:
         """Take in all that a journal holds."""
         for root in journal.roots():
             self.start(root)
-        # Launches are taken in just before their outcome, or at the end: only the order of outcomes shapes the trees.
-        launches = {launch.attempt: launch for launch in journal.launches()}
+        launches = journal.launches()
         for outcome in journal.outcomes():
-            self.launch(launches.pop(outcome.attempt))
+            for launch in launches[self.num_attempts : outcome.num_launched]:
+                self.launch(launch)
             self.settle(outcome)
-        for launch in launches.values():
+        for launch in launches[self.num_attempts :]:
             self.launch(launch)
 
+    def revive(self) -> None:
+        """Give problems that failed another chance: whatever broke may have been mended since."""
+        for problem, tree in enumerate(self.trees):
+            if tree is not None and not self.alive[problem]:
+                self.alive[problem] = True
+                self.errors.pop(self.problems[problem], None)
+        self._failed_in_a_row[:] = 0
+
+    def conclude(self) -> None:
+        """Say why problems ended without a single outcome where nothing has said so yet."""
+        last = {failure.problem: failure for failure in self.failures}
+        for problem, name in enumerate(self.problems):
+            if name in last and name not in self.errors and not self.evidence.nodes["count"][problem].any():
+                self.errors[name] = f"no attempt finished, the last failed in the {last[name].kind}: {last[name].message}"
+
     def number(self, problem: int, node: int) -> int:
-        """How many attempts from this node ended before or are in flight."""
-        return self._numbers[problem, node]
+        """Number of the next attempt from this node: one that an interruption gave back, else a new one."""
+        return min(self._returned[problem, node], default=self._numbers[problem, node])
 
     def launch(self, launch: Launch) -> None:
         """An attempt starts: reserve its tokens, count it as pending."""
@@ -118,7 +140,11 @@ class Round:
         self.cursor[group] = max(self.cursor[group], launch.pass_index)
         self.in_flight[group] += 1
         self.evidence.nodes["pending"][launch.problem, launch.node] += 1
-        self._numbers[launch.problem, launch.node] += 1
+        returned = self._returned[launch.problem, launch.node]
+        if launch.number in returned:
+            returned.remove(launch.number)
+        else:
+            self._numbers[launch.problem, launch.node] += 1
         self.launches[launch.attempt] = launch
         self.num_attempts = max(self.num_attempts, launch.attempt + 1)
 
@@ -140,15 +166,40 @@ class Round:
                 self.evidence.record(problem, node, outcome.continuation)
         elif outcome.kind == INTERRUPTED:
             ledger.num_launched -= 1
-            self._numbers[problem, node] -= 1
+            self._returned[problem, node].add(launch.number)
         else:
-            self._fail(problem, node, outcome)
+            self._fail(launch, outcome)
 
     def tree(self, problem: int) -> HostTree:
         """The tree of a problem that started."""
         tree = self.trees[problem]
         assert tree is not None, f"problem {self.problems[problem]!r} has no tree"
         return tree
+
+    @property
+    def grown(self) -> list[HostTree]:
+        """The trees of all problems that started, in their order; what credit is computed from."""
+        return [tree for tree in self.trees if tree is not None]
+
+    def stats(self, problem: int) -> OutcomeStats:
+        """The observed outcomes of each node of a tree, [N] each: the scheduler's count, mean, m2 and pending."""
+        num_nodes = len(self.tree(problem))
+        count, mean, m2, pending = (self.evidence.nodes[name][problem, :num_nodes] for name in ("count", "mean", "m2", "pending"))
+        return OutcomeStats(count=count, mean=mean.astype(np.float32), m2=m2.astype(np.float32), pending=pending)
+
+    def mc_values(self) -> list[np.ndarray]:
+        """Mean return of the probes from each node of the grown trees, float32 [N] each, for `vineppo_credit`.
+
+        A terminal node is worth 0, one that was cut off the critic's prediction; NaN where no probe came back.
+        """
+        values = []
+        for problem, tree in enumerate(self.trees):
+            if tree is not None:
+                probes, mean = (self.evidence.nodes[name][problem, : len(tree)] for name in ("probes", "probe_mean"))
+                status = np.array([tree.status(node) for node in range(len(tree))])
+                unprobed = np.where(status == "terminal", 0, np.where(status == "cut_off", tree.values, np.nan))
+                values.append(np.where(probes > 0, mean, unprobed).astype(np.float32))
+        return values
 
     def price(self, problem: int, node: int) -> int:
         """Tokens a launch from this node reserves."""
@@ -182,14 +233,18 @@ class Round:
         """Tokens one more launch may reserve; -1 where no launch is left."""
         return ledger.free_tokens() if ledger.num_launched < self.passes[pass_index].attempt_limit else -1
 
-    def _fail(self, problem: int, node: int, outcome: Outcome) -> None:
-        message = outcome.message or "no message"
-        self.failures.append(Failure(self.problems[problem], node, outcome.kind, message, outcome.tokens))
-        self._failed_in_a_row[problem] += 1
+    def _fail(self, launch: Launch, outcome: Outcome) -> None:
+        problem, message = launch.problem, outcome.message or "no message"
+        name = self.problems[problem]
+        self.failures.append(Failure(name, launch.node, outcome.kind, message, outcome.tokens))
+        # One outage fails all that is in flight: only an attempt launched after the last counted failure counts again.
+        if launch.attempt >= self._counted[problem]:
+            self._counted[problem] = self.num_attempts
+            self._failed_in_a_row[problem] += 1
         if self._failed_in_a_row[problem] >= self.max_failures:
             self.alive[problem] = False
-            self.errors[self.problems[problem]] = (
-                f"{self._failed_in_a_row[problem]} attempts in a row failed, the last in the {outcome.kind}: {message}"
+            self.errors[name] = (
+                f"attempts failed {self._failed_in_a_row[problem]} times in a row, the last in the {outcome.kind}: {message}"
             )
 
 
@@ -211,4 +266,5 @@ def replay(path: Path | str) -> Round:
             max_failures=settings["max_failures"],
         )
         round_.load(journal)
+    round_.conclude()
     return round_

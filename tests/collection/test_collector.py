@@ -5,12 +5,14 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated import LetterEnvironment, LetterSampler, letter_agent
+from simulated import LetterEnvironment, LetterSampler, letter_agent, make_continuation, make_segment
 
+from focus_jax.agents import SamplerError, State, derive_seed
 from focus_jax.collection import (
     AllAttemptsFailed,
     Budget,
@@ -22,13 +24,16 @@ from focus_jax.collection import (
     Random,
     RandomCritic,
     RootRollouts,
+    Round,
     TokenEntropy,
     Uniform,
     ValueRefinement,
     collect,
     focus_credit,
     replay,
+    vineppo_credit,
 )
+from focus_jax.collection.journal import Launch, Outcome, Root
 
 PASSES = [Pass(RootRollouts(2), Budget(continuations=2)), Pass(ValueRefinement(), Budget(continuations=6))]
 TASKS = {f"p{i}": f"task {i}" for i in range(5)}
@@ -206,9 +211,7 @@ class Faulty(LetterEnvironment):
     ("task", "kind", "cause"), [("raise", "environment", "out of order"), ("none", "environment", "None"), ("hang", "time", "")]
 )
 def test_workers_that_raise_answer_nothing_or_hang_b67(task, kind, cause):
-    start = time.monotonic()
     round_ = run(tasks={"good": "task", "bad": task}, make_environment=Faulty, attempt_timeout=0.5, num_workers=2)
-    assert time.monotonic() - start < 30  # far below the 60 s of the hanging step
     assert {f.kind for f in round_.failures} == {kind}
     assert cause in round_.errors["bad"]
     assert_settled(round_)
@@ -221,6 +224,7 @@ def test_more_workers_than_work_ends_b68():
 
 
 def test_a_critic_that_fails_is_recorded_as_such():
+    @dataclass(frozen=True)
     class Broken:
         async def score(self, states):
             if any(s.num_turns for s in states):
@@ -235,8 +239,6 @@ def test_a_programming_error_is_raised_not_recorded(tmp_path):
     class Typo(LetterSampler):
         async def sample(self, prompt_ids, params):
             raise TypeError("a bug")
-
-    from dataclasses import replace
 
     with pytest.raises(TypeError, match="a bug"):
         run(replace(letter_agent(), sampler=Typo()), journal=tmp_path / "j")
@@ -311,6 +313,187 @@ def test_a_journal_in_a_folder_that_cannot_be_made(tmp_path):
 def test_bad_input_is_refused(knobs, message):
     with pytest.raises(ValueError, match=message):
         run(**knobs)
+
+
+def test_attempt_numbers_that_an_interruption_gave_back_are_used_again_and_no_other_b39():
+    round_ = Round(PASSES, ["p"])
+    round_.start(Root(0, "p", State(np.zeros(1, np.int32), 1, b""), 0.5))
+
+    def launch(attempt):
+        number = round_.number(0, 0)
+        round_.launch(Launch(attempt, 0, 0, 0, number, derive_seed(0, 0, 0, number), 0, 0, 0.0))
+        return number
+
+    assert [launch(0), launch(1)] == [0, 1]
+    round_.settle(Outcome(1, "finished", None, 3, make_continuation(make_segment(status="terminal"))))
+    round_.settle(Outcome(0, "interrupted", None, 0, None))
+    assert launch(2) == 0  # the same seed again, and not that of the sibling which finished
+    round_.settle(Outcome(2, "sampler", "down", 0, None))
+    assert round_.number(0, 0) == 2  # a failed attempt is not repeated
+
+
+def test_a_run_of_many_workers_killed_and_resumed_repeats_no_seed_b62(tmp_path):
+    passes = [Pass(RootRollouts(6), Budget(continuations=6)), Pass(Uniform(), Budget(continuations=12), max_pending=3)]
+
+    class Killed(BaseException):
+        """Stands for the end of the process: nothing after it is written."""
+
+    def stop_after(num):
+        def report(progress):
+            nonlocal num
+            num -= 1
+            if num == 0:
+                raise Killed
+
+        return report
+
+    for num in (7, 20, 30, 40):
+        with pytest.raises(Killed):
+            run(letter_agent(delay=0.002), passes=passes, num_workers=8, journal=tmp_path / "j", report=stop_after(num))
+    round_ = run(letter_agent(delay=0.002), passes=passes, num_workers=8, journal=tmp_path / "j")
+    assert_settled_but_interrupted(round_, tmp_path / "j")
+    assert_same(round_, replay(tmp_path / "j"))
+
+
+def assert_settled_but_interrupted(round_, journal):
+    """All budgets are spent, and no two finished continuations had the same seed."""
+    assert [ledger.continuations for group in round_.ledgers for ledger in group] == [6, 12] * len(TASKS)
+    with sqlite3.connect(journal) as db:
+        query = "SELECT seed FROM launches JOIN outcomes USING (attempt) WHERE kind = 'finished'"
+        seeds = [row[0] for row in db.execute(query)]
+    db.close()
+    assert len(seeds) == len(set(seeds)) == 18 * len(TASKS)
+
+
+def test_an_outage_counts_once_and_a_second_call_gives_another_chance(tmp_path):
+    @dataclass
+    class Outage(LetterSampler):
+        up: bool = False
+
+        def __post_init__(self):
+            super().__init__(delay=0.001)
+
+        async def sample(self, prompt_ids, params):
+            if not self.up:
+                raise SamplerError("no connection")
+            return await super().sample(prompt_ids, params)
+
+    agent = replace(letter_agent(), sampler=(sampler := Outage()))
+    passes = [Pass(RootRollouts(8), Budget(continuations=8), max_attempts=100)]
+    with pytest.raises(AllAttemptsFailed, match="no connection"):
+        run(agent, {"p": "task"}, passes, num_workers=4, journal=tmp_path / "j")
+    assert len(replay(tmp_path / "j").failures) == 12  # three times four in flight together
+    sampler.up = True
+    round_ = run(agent, {"p": "task"}, passes, num_workers=4, journal=tmp_path / "j")
+    assert round_.errors == {}
+    assert round_.ledgers[0][0].continuations == 8
+
+
+def test_a_problem_that_could_not_start_is_started_again_but_not_one_that_cannot(tmp_path):
+    class Warming(LetterEnvironment):
+        broken = True
+
+        def reset(self, task):
+            if task == "late" and Warming.broken:
+                raise RuntimeError("still warming up")
+            return super().reset("x" * 9000 if task == "long" else task)
+
+    tasks = {"good": "task", "late": "late", "long": "long"}
+    first = run(tasks=tasks, make_environment=Warming, journal=tmp_path / "j")
+    assert "warming up" in first.errors["late"]
+    assert "shorten the prompt" in first.errors["long"]
+    Warming.broken = False
+    second = run(tasks=tasks, make_environment=Warming, journal=tmp_path / "j")
+    assert set(second.errors) == {"long"}
+    assert [len(t) > 1 for t in second.grown] == [True, True]
+    focus_credit(second.grown)
+
+
+def test_a_start_that_hangs_and_an_environment_that_cannot_be_made_end_only_their_problem():
+    class Slow(LetterEnvironment):
+        def reset(self, task):
+            if task == "hang":
+                time.sleep(60)
+            return super().reset(task)
+
+    round_ = run(tasks={"good": "task", "bad": "hang"}, make_environment=Slow, attempt_timeout=0.3)
+    assert "time: not over after 0.3 s" in round_.errors["bad"]
+
+    def broken():
+        raise OSError("no space left")
+
+    with pytest.raises(AllAttemptsFailed, match="no space left"):
+        run(make_environment=broken)
+
+
+def test_environments_are_closed_when_their_attempt_is_over():
+    closed = []
+
+    class Closing(LetterEnvironment):
+        def close(self):
+            closed.append(self)
+
+    run(tasks={"p": "task"}, make_environment=Closing, num_workers=1)
+    for _ in range(100):
+        if len(closed) == 9:  # one start and eight continuations
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{len(closed)} of 9 were closed")
+
+
+def test_a_sample_of_another_policy_version_is_refused():
+    with pytest.raises(AllAttemptsFailed, match="expected samples of policy version 1, got 0"):
+        run(policy_version=1)
+
+
+def test_two_windows_in_one_round_are_refused():
+    with pytest.raises(ValueError, match=r"one token-entropy window in a round, got \[2, 8\]"):
+        run(passes=[Pass(TokenEntropy(8), Budget(continuations=1)), Pass(TokenEntropy(2), Budget(continuations=1))])
+
+
+def test_what_a_journal_could_not_tell_from_another_is_refused(tmp_path):
+    class Anonymous:
+        async def score(self, states):
+            return np.zeros(len(states))
+
+    with pytest.raises(ValueError, match="Anonymous that can be told from another"):
+        run(critic=Anonymous(), journal=tmp_path / "j")
+    with pytest.raises(ValueError, match="object that can be told from another"):
+        run(tasks={"p": object()}, journal=tmp_path / "j")
+    lambdas = Pass(ValueRefinement(model=lambda values, stats, kappa: (values, values)), Budget(tokens=100))
+    with pytest.raises(ValueError, match="named function"):
+        run(passes=[lambdas], journal=tmp_path / "j")
+
+
+def test_probes_give_mc_values_and_a_missing_one_is_named():
+    passes = [Pass(RootRollouts(1), Budget(continuations=1)), Pass(Probes(1), Budget(continuations=100))]
+    round_ = run(passes=passes)
+    credit = vineppo_credit(round_.grown, round_.mc_values())
+    for tree, values, advantages in zip(round_.grown, round_.mc_values(), credit.advantages, strict=True):
+        expected = tree.reward + values - values[tree.parent]
+        np.testing.assert_allclose(advantages[1:], expected[1:], atol=1e-6)
+    unprobed = run(passes=passes[:1])
+    with pytest.raises(ValueError, match="node 0 has no probe"):
+        vineppo_credit(unprobed.grown, unprobed.mc_values())
+
+
+def test_stats_of_a_tree_are_what_its_nodes_observed():
+    round_ = run(num_workers=1)
+    stats = round_.stats(1)
+    assert stats.count[0] == sum(n.parent == 0 for n in round_.tree(1).nodes[1:])
+    assert len(stats.mean) == len(round_.tree(1))
+
+
+def test_a_journal_with_an_odd_name_is_replayed_while_it_is_written(tmp_path):
+    path = tmp_path / "a #1? 50%.sqlite"
+    sizes = []
+
+    def watch(progress):
+        sizes.append(sum(len(t) for t in replay(path).grown))
+
+    round_ = run(tasks={"p": "task"}, journal=path, report=watch)
+    assert sizes[-1] == len(round_.tree(0))
+    assert sorted(sizes) == sizes
 
 
 CHILD = Path(__file__).with_name("killed_run.py")

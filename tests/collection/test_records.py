@@ -86,7 +86,7 @@ def test_every_sampled_token_is_in_exactly_one_record():
     segments, examples = training_records([tree], focus_credit([tree]))
     rows = [("".join(map(chr, s.prompt_ids)), "".join(map(chr, s.token_ids))) for s in segments]
     assert rows == [("Q", "ab"), ("Qab", "cd"), ("Qabcd", "z"), ("Qab", "ef"), ("Qabef", "z")]
-    contexts = [("".join(map(chr, e.context)), e.num_children) for e in examples]
+    contexts = [("".join(map(chr, e.state.context)), e.num_children) for e in examples]
     assert contexts == [("Q", 1), ("Qab", 2), ("Qabcd", 1), ("Qabef", 1)]
     assert examples[1].target == pytest.approx((0.5 + 0.0) / 2)  # children refined to (0+1)/2 and (0+0)/2
 
