@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from focus_jax.agents.environment import Message, call_environment
@@ -14,7 +14,10 @@ from focus_jax.agents.threads import run_environment
 
 
 class ContextManager(Protocol):
-    """Looks at the segment after each task turn, and may change its context."""
+    """Looks at the segment after each task turn, and may change its context.
+
+    Make it a frozen dataclass, or give it a `__repr__` that holds its settings: they identify the run in its journal.
+    """
 
     async def after_turn(self, segment: SegmentBuilder) -> bool:
         """Look at `segment`, whose observation has just been appended; True ends it here, at a branch point.
@@ -70,8 +73,7 @@ class Summarize:
     )
     sections: tuple[str, ...] | None = ("State", "Evidence", "Open questions", "Next steps")
     penalty: float = 0.1
-    # Out of the repr, which identifies a run: a function's address changes with every process.
-    workspace: Callable[[Any], str] | None = field(default=None, repr=False)
+    workspace: Callable[[Any], str] | None = None
 
     def __post_init__(self) -> None:
         if self.trigger_tokens is None and self.trigger_calls is None:

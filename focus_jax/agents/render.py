@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
+from focus_jax.agents.describe import describe
 from focus_jax.agents.environment import Message
 from focus_jax.agents.tokenizer import Tokenizer
 
@@ -52,10 +54,17 @@ class ChatRenderer:
                 "the model has no chat template: use an instruction-tuned model, or pass `chat_template=` (Jinja text)"
             )
         self.tokenizer = tokenizer
+        self._template = template
         self._apply = _compile(template)
         self._variables = {"bos_token": tokenizer.bos_token or "", "eos_token": tokenizer.eos_token or "", **(variables or {})}
         self._layout = lru_cache(maxsize=256)(self._make_layout)
         self._encode_content = lru_cache(maxsize=256)(lambda content: tuple(tokenizer.encode(content)))
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the template and its variables, 16 hexadecimal digits, which tells one from another."""
+        settings = json.dumps(describe([self._template, self._variables]), sort_keys=True)
+        return hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
 
     def opening(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> np.ndarray:
         """Ids that open a context, with exactly one BOS where the template or the tokenizer wants one.

@@ -94,6 +94,8 @@ class Sample:
 class Sampler(Protocol):
     """Generates replies from token ids. One async call; many may be in flight.
 
+    A sampler may also have `model`, the name of the served model: a journal tells one policy from another by it.
+
     Attributes:
         context_length: most tokens (prompt + reply) one call can hold.
     """

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from focus_jax.agents.context import AppendOnly, ContextManager
+from focus_jax.agents.describe import describe
 from focus_jax.agents.environment import (
     Action,
     Environment,
@@ -76,8 +77,27 @@ class Agent:
             raise ValueError(f"`gamma`: expected a number in (0, 1], got {self.gamma}")
 
     def describe(self) -> dict[str, Any]:
-        """The settings that shape what is collected, as plain data."""
-        return {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name not in ("sampler", "renderer")}
+        """The settings that shape what is collected, as plain data: the same in every process, whatever the server's address.
+
+        Returns:
+            "policy": the sampler's `model`, or its class where it has none; "template": the renderer's `digest`; and every
+            other field by its name.
+
+        Raises:
+            TypeError: the context manager (or another setting) has nothing but its address to be known by.
+
+        Example:
+            >>> from focus_jax.agents import ChatRenderer, SamplingParams
+            >>> from focus_jax.sampling import ByteTokenizer, ScriptedSampler
+            >>> tokenizer = ByteTokenizer()
+            >>> renderer = ChatRenderer(tokenizer, chat_template="{{ messages[0].content }}")
+            >>> settings = Agent(ScriptedSampler(["4"], tokenizer), renderer, SamplingParams()).describe()
+            >>> settings["policy"], settings["context_manager"]
+            ('ScriptedSampler', {'class': 'AppendOnly'})
+        """
+        model = getattr(self.sampler, "model", None)
+        policy = {"policy": model if isinstance(model, str) else type(self.sampler).__name__, "template": self.renderer.digest}
+        return policy | {f.name: describe(getattr(self, f.name)) for f in fields(self) if f.name not in ("sampler", "renderer")}
 
     def max_generated(self, state: State) -> int:
         """Most tokens that a continuation from `state` can still generate, the forced answer included.
