@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 from run_folder import log_metrics, open_run, parse
 
-from focus_jax.agents import Agent, ChatRenderer, Sampler, SamplingParams, Tokenizer
+from focus_jax.agents import Agent, ChatRenderer, GraderFailure, Sampler, SamplingParams, Tokenizer
 from focus_jax.collection import (
     AllAttemptsFailed,
     Budget,
@@ -86,6 +86,7 @@ class Config:
 
 
 def main(config: Config) -> None:
+    """Show the worked example, then collect with both rules and compare them."""
     check(config)
     asyncio.run(show_worked_example())
     with Grader() as grader:
@@ -262,7 +263,7 @@ def reader(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
 if __name__ == "__main__":
     try:
         main(parse(Config))
-    except (ValueError, OSError, SamplerError, JournalError, AllAttemptsFailed) as error:
+    except (ValueError, OSError, ImportError, SamplerError, GraderFailure, JournalError, AllAttemptsFailed) as error:
         raise SystemExit(f"quickstart: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit("stopped; the same command goes on where it was") from None

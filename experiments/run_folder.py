@@ -40,12 +40,19 @@ def open_run(folder: Path, config: Any) -> Path:
     """Make a run's folder and write down its options and the versions it runs with.
 
     Raises:
-        SystemExit: the folder cannot be written.
+        SystemExit: the folder cannot be written, or holds a run with other options.
     """
+    text = "".join(f"{k} = {_toml(v)}\n" for k, v in asdict(config).items() if v is not None)
+    path = folder / "config.toml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [f"{k} = {_toml(v)}\n" for k, v in asdict(config).items() if v is not None]
-        (folder / "config.toml").write_text("".join(lines))
+        if path.exists() and path.read_text() != text:
+            changed = sorted(set(path.read_text().splitlines()) ^ set(text.splitlines()))
+            raise SystemExit(
+                f"{folder} holds a run with other options ({'; '.join(changed)}); type the same ones to go on with it, "
+                "or name another folder"
+            )
+        path.write_text(text)
         (folder / "environment.json").write_text(json.dumps(_environment(), indent=1) + "\n")
     except OSError as error:
         raise SystemExit(f"the run folder cannot be written: {error}") from error

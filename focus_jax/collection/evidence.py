@@ -71,7 +71,7 @@ class Evidence:
         self.gamma = gamma
         self.window = window
         self.num_nodes = np.zeros(num_trees, np.int64)
-        self.nodes = {name: np.zeros((num_trees, 64), dtype) for name, dtype in _COLUMNS.items()}
+        self.nodes: dict[str, np.ndarray] = {name: np.zeros((num_trees, 64), dtype) for name, dtype in _COLUMNS.items()}
 
     def add_root(self, tree: int, value: float, *, candidate: bool = True, price: int = 0) -> None:
         """Take in the bare root of a tree."""

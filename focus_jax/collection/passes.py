@@ -102,7 +102,8 @@ class ValueRefinement:
     rule: Callable[..., Any] = benefit_slope
 
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
-        if not len(frontier):
+        num = min(num, len(frontier) * max_pending)
+        if not num:
             return []
         size = _bucket(len(frontier), 4096)
         value = _pad(frontier.value, size)
@@ -225,7 +226,7 @@ def name_of(thing: object) -> str:
         ValueError: there is none: a lambda, or a partial of a function.
     """
     named = thing if hasattr(thing, "__qualname__") else type(thing)
-    name = str(named.__qualname__)  # type: ignore[attr-defined]
+    name = str(named.__qualname__)
     if "<lambda>" in name or name == "partial":
         raise ValueError(
             f"expected a named function or a frozen dataclass, so that a journal can tell it from another, got {thing!r}"
