@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from run_folder import log_metrics, open_run, parse
 
 from focus_jax.agents import Agent, ChatRenderer, GraderFailure, Sampler, SamplingParams, Tokenizer
@@ -40,7 +38,7 @@ from focus_jax.collection import (
     focus_credit,
     show_progress,
 )
-from focus_jax.report import show_tree, start_depths
+from focus_jax.report import show_rounds, show_tree, start_depths
 from focus_jax.sampling import ByteTokenizer, HFTokenizer, SamplerError, ScriptedSampler
 from focus_jax.sampling.llama_cpp import LlamaCppSampler, smollm2_path
 from focus_jax.sampling.openai import OpenAISampler
@@ -93,7 +91,7 @@ def main(config: Config) -> None:
         problems = read_problems(config, grader)
         folder = open_run(config.run_folder, config)
         rounds = asyncio.run(compare(config, problems, grader, folder))
-    print_comparison(problems, rounds, config)
+    print_comparison(rounds, config)
     console.print(
         f"Run folder: {folder} (both journals, config.toml, metrics.jsonl, environment.json)", highlight=False, soft_wrap=True
     )
@@ -202,40 +200,18 @@ def measure(round_: Round) -> dict[str, float]:
     return {
         "continuations": sum(ledger.continuations for ledger in ledgers),
         "tokens": round_.tokens(),
-        "nodes": sum(len(t) for t in round_.trees if t),
+        "nodes": sum(len(t) for t in round_.grown),
         "failures": len(round_.failures),
     }
 
 
-def print_comparison(problems: list[Problem], rounds: dict[str, Round], config: Config) -> None:
-    """One line per problem and method: how often it was solved, what was spent, and from where it was continued."""
-    table = Table(box=box.SIMPLE, padding=(0, 1), title="Continuations by the depth of the state they started from")
-    for name in ("problem", "method"):
-        table.add_column(name)
-    for name in ("solved", "nodes", "tokens", "root", "1", "2", "3+", "value"):
-        table.add_column(name, justify="right")
-    for i, problem in enumerate(problems):
-        for name, round_ in rounds.items():
-            tree = round_.trees[i]
-            if tree is None or len(tree) == 1:
-                table.add_row(escape(problem.id), name, "-")
-                continue
-            starts = start_depths(tree)
-            table.add_row(
-                escape(problem.id),
-                name,
-                f"{tree.reward[tree.terminal].mean():.2f}",
-                str(len(tree)),
-                str(sum(ledger.tokens for ledger in round_.ledgers[i])),
-                *(str(starts[depth]) for depth in range(3)),
-                str(sum(count for depth, count in starts.items() if depth >= 3)),
-                f"{focus_credit([tree], kappa=config.kappa).refined[0][0]:.2f}",
-            )
-    console.print(table)
+def print_comparison(rounds: dict[str, Round], config: Config) -> None:
+    """One line per problem and method, then the totals."""
+    console.print(show_rounds(rounds, kappa=config.kappa))
     for name, round_ in rounds.items():
         console.print(f"{name}: " + ", ".join(f"{v} {k}" for k, v in measure(round_).items()), highlight=False)
-        for problem_id, reason in round_.errors.items():
-            console.print(f"  {escape(problem_id)} ended early: {escape(reason)}", highlight=False)
+        for problem, reason in round_.errors.items():
+            console.print(f"  {escape(problem)} ended early: {escape(reason)}", highlight=False)
 
 
 def print_tree_of_most_interest(round_: Round, config: Config, tokenizer: Tokenizer) -> None:
@@ -250,7 +226,7 @@ def print_tree_of_most_interest(round_: Round, config: Config, tokenizer: Tokeni
     index = max(range(len(round_.trees)), key=interest)
     tree = round_.trees[index]
     if tree is not None:
-        outcomes = round_.evidence.nodes["count"][index, : len(tree)]
+        outcomes = np.asarray(round_.stats(index).count)
         credit = focus_credit([tree], kappa=config.kappa)
         console.print(show_tree(tree, credit, 0, outcomes=outcomes, decode=reader(tokenizer)), highlight=False)
 

@@ -60,9 +60,12 @@ def open_run(folder: Path, config: Any) -> Path:
 
 
 def log_metrics(folder: Path, **metrics: Any) -> None:
-    """Append one line to the run's metrics.jsonl."""
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"time": time.time(), **metrics}) + "\n")
+    """Append one line to the run's metrics.jsonl, unless it is there already (the run was gone on with after its end)."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    if not any({**json.loads(line), "time": None} == {**metrics, "time": None} for line in lines):
+        with open(path, "a") as file:
+            file.write(json.dumps({"time": time.time(), **metrics}) + "\n")
 
 
 def _read_toml(path: Path, known: list[str]) -> dict[str, Any]:

@@ -1,15 +1,17 @@
-"""A rollout tree on a terminal."""
+"""Rollout trees and rounds on a terminal."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
+from rich import box
 from rich.markup import escape
+from rich.table import Table
 from rich.tree import Tree
 
-from focus_jax.collection import Credit, HostTree
+from focus_jax.collection import Credit, HostTree, Round, focus_credit
 
 
 def show_tree(
@@ -47,6 +49,41 @@ def show_tree(
     for node, parent in enumerate(tree.parent.tolist()[1:], 1):
         branches[node] = branches[parent].add(label(node))
     return branches[0]
+
+
+def show_rounds(rounds: Mapping[str, Round], *, kappa: float = 1.0) -> Table:
+    """A table to print with rich: one line per problem and round of the same problems.
+
+    "solved" is the mean return of the rollouts that started at the root, "value" its refined value; the columns between
+    count continuations by the depth of the state they started from.
+
+    Args:
+        rounds: by name, collected over the same problems.
+        kappa: weight of the critic's prediction in the refined value.
+    """
+    table = Table(box=box.SIMPLE, padding=(0, 1), title="Continuations by the depth of the state they started from")
+    for name in ("problem", "method"):
+        table.add_column(name)
+    for name in ("solved", "nodes", "tokens", "root", "1", "2", "3+", "value"):
+        table.add_column(name, justify="right")
+    for i, problem in enumerate(next(iter(rounds.values())).problems):
+        for name, round_ in rounds.items():
+            tree = round_.trees[i]
+            if tree is None or len(tree) == 1:
+                table.add_row(escape(problem), name, "-")
+                continue
+            starts = start_depths(tree)
+            table.add_row(
+                escape(problem),
+                name,
+                f"{round_.stats(i).mean[0]:.2f}",
+                str(len(tree)),
+                str(sum(n.segment.num_generated for n in tree.nodes if n.segment is not None)),
+                *(str(starts[depth]) for depth in range(3)),
+                str(sum(count for depth, count in starts.items() if depth >= 3)),
+                f"{focus_credit([tree], kappa=kappa).refined[0][0]:.2f}",
+            )
+    return table
 
 
 def start_depths(tree: HostTree) -> Counter[int]:
