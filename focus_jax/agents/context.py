@@ -94,14 +94,14 @@ class Summarize:
         if self.sections:
             request += "\n\nUse these headings: " + ", ".join(self.sections) + "."
         observed = segment.pending
-        segment.append([Message("user", request)])
+        await segment.append([Message("user", request)])
         if segment.room < self.summary_tokens:
             segment.drop_pending()
-            segment.append(observed)
+            await segment.append(observed)
             return False
         summary, fault = self._read(await segment.generate(self.summary_tokens))
         if fault is not None:
-            segment.append([Message("user", f"These notes cannot be used: {fault}. Write them again, complete.")])
+            await segment.append([Message("user", f"These notes cannot be used: {fault}. Write them again, complete.")])
             if segment.room >= self.summary_tokens:
                 second, fault = self._read(await segment.generate(self.summary_tokens))
                 summary = second or summary
@@ -112,7 +112,7 @@ class Summarize:
             shown = await run_environment(segment.environment, call_environment, "workspace", self.workspace, segment.environment)
             text += f"\n\nYour workspace:\n\n{shown}"
         # The notes stand as a reply, so that the roles alternate, as some templates demand.
-        segment.replace([Message("assistant", summary or "(no notes)"), Message("user", text)])
+        await segment.replace([Message("assistant", summary or "(no notes)"), Message("user", text)])
         return True
 
     def _read(self, sample: Sample) -> tuple[str, str | None]:

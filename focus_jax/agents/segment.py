@@ -12,6 +12,7 @@ from focus_jax.agents.render import ChatRenderer
 from focus_jax.agents.sampler import Sample, Sampler, SamplerError, SamplingParams
 from focus_jax.agents.seeds import derive_seed
 from focus_jax.agents.state import Segment, State, Status
+from focus_jax.agents.threads import run_tokenizer
 
 
 @dataclass
@@ -72,16 +73,25 @@ class SegmentBuilder:
         """Most tokens that can be generated now (below 1: none), leaving room for a forced last answer."""
         return min(self.token_limit - self.num_generated, self.sampler.context_length - self.num_tokens - self.reserve)
 
-    def append(self, messages: Sequence[Message]) -> None:
-        """Add messages after the context; consecutive user messages become one, for templates that want alternation."""
+    async def append(self, messages: Sequence[Message]) -> None:
+        """Add messages after the context; consecutive user messages become one, for templates that want alternation.
+
+        Args:
+            messages: what came back, or what the policy is asked; they wait until the next reply is sampled.
+
+        Raises:
+            ValueError: the chat template refuses them.
+            RuntimeError: the context has been replaced.
+        """
         self._require_open()
+        pending = list(self.pending)
         for message in messages:
-            if self.pending and self.pending[-1].role == message.role == "user":
-                *rest, last = self.pending
-                self.pending = (*rest, Message("user", f"{last.content}\n\n{message.content}"))
+            if pending and pending[-1].role == message.role == "user":
+                pending[-1] = Message("user", f"{pending[-1].content}\n\n{message.content}")
             else:
-                self.pending = (*self.pending, message)
-        self._pending_ids = self.renderer.turn(self.pending, int(self.context[-1]))
+                pending.append(message)
+        ids = await run_tokenizer(self.renderer.tokenizer, self.renderer.turn, pending, int(self.context[-1]))
+        self.pending, self._pending_ids = tuple(pending), ids
 
     def drop_pending(self) -> None:
         """Forget the messages that wait: they do not fit."""
@@ -134,16 +144,22 @@ class SegmentBuilder:
         """Add a reward at this point: R += gamma^d * reward."""
         self.reward += self.gamma**self.num_steps * reward
 
-    def replace(self, messages: Sequence[Message]) -> None:
+    async def replace(self, messages: Sequence[Message]) -> None:
         """Let the seed messages and `messages` replace the context; this completes the segment, at a branch point.
+
+        Args:
+            messages: what the policy sees after the opening, complete messages; an invitation to reply follows them.
 
         Raises:
             EnvironmentFailure: the new context leaves no room for a reply.
+            ValueError: the chat template refuses the messages.
+            RuntimeError: the context has been replaced before.
         """
         self._require_open()
         # What waits is part of the parent's transcript even though the new context does not show it.
         self._flush()
-        context = np.concatenate([self.state.context[: self.state.seed_length], self.renderer.extend(messages)])
+        ids = await run_tokenizer(self.renderer.tokenizer, self.renderer.extend, messages)
+        context = np.concatenate([self.state.context[: self.state.seed_length], ids])
         longest = self.sampler.context_length - self.reserve - 1
         if len(context) > longest:
             raise EnvironmentFailure(

@@ -57,6 +57,13 @@ async def run_environment(environment: object, function: Callable[..., T], *args
     return function(*args)
 
 
+async def run_tokenizer(tokenizer: object, function: Callable[..., T], *args: Any) -> T:
+    """Run what uses a tokenizer right here, or beside the event loop where the tokenizer says `blocking = True`."""
+    if getattr(tokenizer, "blocking", False):
+        return await run_blocking(function, *args)
+    return function(*args)
+
+
 def _serve(inbox: SimpleQueue[Callable[[], None]]) -> None:
     while True:
         inbox.get()()

@@ -12,6 +12,8 @@ from typing import Protocol
 class Tokenizer(Protocol):
     """A model's vocabulary and its conventions. Synchronous; safe to call from several threads.
 
+    One that may wait, for a server's answer say, also has `blocking = True`: agents then call it beside the event loop.
+
     Attributes:
         bos_token: text of the token that opens a sequence, or None.
         eos_token: text of the token that ends one, as a chat template may name it, or None.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from focus_jax.agents.render import ChatRenderer
 from focus_jax.agents.sampler import Sampler, SamplingParams
 from focus_jax.agents.segment import SegmentBuilder
 from focus_jax.agents.state import Segment, State
-from focus_jax.agents.threads import run_environment
+from focus_jax.agents.threads import run_environment, run_tokenizer
 
 
 @dataclass(frozen=True)
@@ -125,18 +125,7 @@ class Agent:
         check_observation(observation, "reset")
         if not observation.messages or observation.done or observation.reward:
             raise EnvironmentFailure("`reset`: expected opening messages, no reward and `done=False`")
-        context = self.renderer.opening(observation.messages)
-        longest = self.sampler.context_length - self._reserve - 1
-        if len(context) > longest:
-            raise ValueError(
-                f"the opening has {len(context)} tokens, at most {longest} leave room for a reply within the context of "
-                f"{self.sampler.context_length}: shorten the prompt, lower `final_tokens`, or serve a longer context"
-            )
-        # The longest common start, because a template may word the last message differently before a reply.
-        seed = self.renderer.opening(observation.messages, generation_prompt=False)
-        length = min(len(seed), len(context))
-        seed_length = int(np.append(seed[:length] == context[:length], False).argmin())
-        context.flags.writeable = False
+        context, seed_length = await run_tokenizer(self.renderer.tokenizer, self._open, observation.messages)
         snapshot, resumable = await run_environment(environment, take_snapshot, environment)
         return State(context, seed_length, snapshot, resumable=resumable)
 
@@ -164,14 +153,15 @@ class Agent:
         """
         if state.resumable:
             await run_environment(environment, call_environment, "restore", environment.restore, state.environment)
+        reserve = await run_tokenizer(self.renderer.tokenizer, lambda: self._reserve)
         segment = SegmentBuilder(
-            state, environment, self.sampler, self.renderer, self.params, self.gamma, seed, charge, self.max_tokens, self._reserve
+            state, environment, self.sampler, self.renderer, self.params, self.gamma, seed, charge, self.max_tokens, reserve
         )
         while (cap := self._cap(segment)) is None:
             observation = await self._turn(segment, self.params.max_tokens, self.params.stop)
             if observation.done:
                 return segment.finish("terminal", "done")
-            segment.append(observation.messages)
+            await segment.append(observation.messages)
             if self._cap(segment) in ("turn_cap", "token_cap"):
                 continue
             # A full context is the manager's business first: it may make room.
@@ -183,6 +173,22 @@ class Agent:
             return segment.finish("cut_off", cap, *await run_environment(environment, take_snapshot, environment))
         await self._submit(segment)
         return segment.finish("terminal", cap)
+
+    def _open(self, messages: Sequence[Message]) -> tuple[np.ndarray, int]:
+        """The context that the opening makes, and how much of it every later context begins with."""
+        context = self.renderer.opening(messages)
+        longest = self.sampler.context_length - self._reserve - 1
+        if len(context) > longest:
+            raise ValueError(
+                f"the opening has {len(context)} tokens, at most {longest} leave room for a reply within the context of "
+                f"{self.sampler.context_length}: shorten the prompt, lower `final_tokens`, or serve a longer context"
+            )
+        # The longest common start, because a template may word the last message differently before a reply.
+        seed = self.renderer.opening(messages, generation_prompt=False)
+        length = min(len(seed), len(context))
+        seed_length = int(np.append(seed[:length] == context[:length], False).argmin())
+        context.flags.writeable = False
+        return context, seed_length
 
     @cached_property
     def _reserve(self) -> int:
@@ -215,10 +221,10 @@ class Agent:
         """Ask for one last answer; an observation that does not leave room for it is left out."""
         segment.reserve, segment.token_limit = 0, segment.num_generated + self.final_tokens
         request = [Message("user", self.final_request)]
-        segment.append(request)
+        await segment.append(request)
         if segment.room < self.final_tokens:
             segment.drop_pending()
-            segment.append(request)
+            await segment.append(request)
         observation = await self._turn(segment, self.final_tokens, last=True)
         if not observation.done:
             raise EnvironmentFailure("`step`: the last action must end the episode: expected `done=True`, got False")

@@ -51,6 +51,8 @@ class ServedTokenizer:
             sampler.tokenizer.encode("Hello")
     """
 
+    blocking = True  # agents call it beside the event loop
+
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout: float = 60.0):
         self._base_url = base_url
         self._client = httpx.Client(

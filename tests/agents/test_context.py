@@ -208,7 +208,7 @@ class Forget:
 
     async def after_turn(self, segment):
         if segment.num_turns == 2:
-            segment.replace([Message("user", "Start over.")])
+            await segment.replace([Message("user", "Start over.")])
         return False
 
 
@@ -227,8 +227,8 @@ def test_third_context_manager():
 def test_nothing_follows_a_replaced_context():
     class Greedy:
         async def after_turn(self, segment):
-            segment.replace([Message("user", "x")])
-            segment.append([Message("user", "y")])
+            await segment.replace([Message("user", "x")])
+            await segment.append([Message("user", "y")])
             return True
 
     with pytest.raises(RuntimeError, match="the context has been replaced: the segment is complete"):
@@ -240,7 +240,7 @@ def test_generating_without_room_is_a_mistake():
         async def after_turn(self, segment):
             while True:
                 await segment.generate(50)
-                segment.append([Message("user", "more")])
+                await segment.append([Message("user", "more")])
 
     with pytest.raises(RuntimeError, match="no room to generate"):
         run(make_agent(lambda n, prompt, params: "x", context_manager=Chatty(), max_tokens=20))

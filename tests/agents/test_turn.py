@@ -480,6 +480,31 @@ def test_blocking_environment_does_not_block_the_loop():
     assert only.status == "terminal"
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_tokenizer_that_blocks_is_called_beside_the_loop(blocking):
+    callers = set()
+
+    class Asking(ToyTokenizer):
+        def encode(self, text, *, special=False):
+            callers.add(threading.current_thread() is threading.main_thread())
+            return super().encode(text, special=special)
+
+    if blocking:
+        Asking.blocking = True
+    replies = ["a", "b", "State\nEvidence\nOpen questions\nNext steps", "c", "answer"]
+    policy = ScriptedPolicy(replies)  # has a tokenizer of its own
+    manager = Summarize(trigger_calls=2, summary_tokens=100)
+    agent = Agent(policy, ChatRenderer(Asking()), SamplingParams(), manager, max_turns=3, final_tokens=20)
+    segments, states, _ = run(agent)
+    assert [piece.reason for piece in segments] == ["compaction", "turn_cap"]
+    assert callers == {not blocking}
+    # A state of an earlier process may be the first thing this one sees.
+    callers.clear()
+    policy.prompts.clear()
+    segment(Agent(policy, ChatRenderer(Asking()), SamplingParams(), max_turns=3), states[0])
+    assert callers == {not blocking}
+
+
 def test_failures_are_classified():
     kinds = {
         SamplerError("s"): "sampler",

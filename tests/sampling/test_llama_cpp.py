@@ -162,6 +162,7 @@ def test_the_tokenizer_inside_the_server(server):
     assert tokenizer.eos_ids.isdisjoint(tokenizer.encode("<|im_end|> <|endoftext|>"))
     for text in ("2 + 3 = 5\n\n", "  x² ≤ 30", "你好 😀", "<|im_end|>"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.blocking  # it asks the server, so agents keep it out of the event loop
 
 
 def test_the_server_can_be_joined_like_any_other(server):
