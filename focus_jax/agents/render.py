@@ -62,7 +62,11 @@ class ChatRenderer:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the template and its variables, 16 hexadecimal digits, which tells one from another."""
+        """Hash of the template and its variables, 16 hexadecimal digits, which tells one from another.
+
+        Raises:
+            TypeError: a variable has nothing but its address to be known by.
+        """
         settings = json.dumps(describe([self._template, self._variables]), sort_keys=True)
         return hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
 
@@ -75,6 +79,12 @@ class ChatRenderer:
 
         Returns:
             int32 [T].
+
+        Example:
+            >>> from focus_jax.sampling import ByteTokenizer
+            >>> tokenizer = ByteTokenizer()
+            >>> tokenizer.decode(ChatRenderer(tokenizer).opening([Message("user", "2 + 2")]).tolist())
+            '<|im_start|>user\\n2 + 2<|im_end|>\\n<|im_start|>assistant\\n'
         """
         ids = self._fill("opening" if generation_prompt else "seed", messages)
         bos = self.tokenizer.bos_id
@@ -92,6 +102,13 @@ class ChatRenderer:
 
         Returns:
             int32 [T].
+
+        Example:
+            >>> from focus_jax.sampling import ByteTokenizer
+            >>> tokenizer = ByteTokenizer()
+            >>> ids = ChatRenderer(tokenizer).turn([Message("user", "Sure?")], last_id=ord("4"))
+            >>> tokenizer.decode(ids.tolist())
+            '<|im_end|>\\n<|im_start|>user\\nSure?<|im_end|>\\n<|im_start|>assistant\\n'
         """
         if not messages:
             return np.zeros(0, np.int32)
@@ -103,7 +120,20 @@ class ChatRenderer:
         return np.array(ids, np.int32)
 
     def extend(self, messages: Sequence[Message]) -> np.ndarray:
-        """Ids int32 [T] to append after complete messages without an invitation to reply: `messages`, then the invitation."""
+        """Ids to append after complete messages without an invitation to reply: `messages`, then the invitation.
+
+        Args:
+            messages: what follows an opening made with `generation_prompt=False`.
+
+        Returns:
+            int32 [T].
+
+        Example:
+            >>> from focus_jax.sampling import ByteTokenizer
+            >>> tokenizer = ByteTokenizer()
+            >>> tokenizer.decode(ChatRenderer(tokenizer).extend([Message("user", "Go on.")]).tolist())
+            '<|im_start|>user\\nGo on.<|im_end|>\\n<|im_start|>assistant\\n'
+        """
         return np.array(self._fill("extend", messages), np.int32)
 
     def _fill(self, kind: str, messages: Sequence[Message]) -> list[int]:

@@ -19,9 +19,11 @@ from focus_jax.agents.threads import run_tokenizer
 class SegmentBuilder:
     """Grows one segment from a state: messages and replies in, a `Segment` and the `State` it leads to out.
 
+    Made by `Agent.segment`; a context manager gets it after each task turn, and may use everything below but `finish`.
     Messages wait until the next reply is sampled, so that a request added to an observation is rendered with it.
 
     Attributes:
+        state: where the segment starts.
         environment: the live environment.
         token_limit: most tokens the path may have generated.
         reserve: context tokens kept free for a forced last answer.
@@ -105,6 +107,9 @@ class SegmentBuilder:
             task: True for a task turn, False for context management (trained all the same, d counts 0).
             stop: stop strings.
 
+        Returns:
+            The reply; it is in the context already.
+
         Raises:
             SamplerError: the server failed, or broke the reply off. What it generated has been charged; the attempt
                 fails and may be launched again, nothing of the broken reply is kept or graded.
@@ -135,13 +140,18 @@ class SegmentBuilder:
         return sample
 
     def add_transition(self, reward: float, num_transitions: int) -> None:
-        """Count a task turn: its reward, discounted by the transitions before it, then its transitions."""
+        """Count a task turn: R += gamma^d * reward, then d += num_transitions.
+
+        Args:
+            reward: of this turn.
+            num_transitions: task transitions that it counts for the discount.
+        """
         self.add_reward(reward)
         self.num_steps += num_transitions
         self.num_turns += 1
 
     def add_reward(self, reward: float) -> None:
-        """Add a reward at this point: R += gamma^d * reward."""
+        """Add a reward at this point, outside any task turn: R += gamma^d * reward."""
         self.reward += self.gamma**self.num_steps * reward
 
     async def replace(self, messages: Sequence[Message]) -> None:
@@ -169,7 +179,14 @@ class SegmentBuilder:
         self.reset = _frozen(context)
 
     def finish(self, status: Status, reason: str, environment: bytes = b"", resumable: bool = False) -> tuple[Segment, State]:
-        """The segment, and the state that it leads to; messages that wait and fit are appended."""
+        """The segment, and the state that it leads to; messages that wait and fit are appended.
+
+        Args:
+            status: what it led to.
+            reason: why it ended; see `Segment`.
+            environment: the environment's snapshot, for a state that can be resumed.
+            resumable: whether there is one.
+        """
         self._flush()
         empty = (np.zeros(0, np.int32), None, False, -1)
         spans = self._spans or [empty]

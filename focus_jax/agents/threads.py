@@ -24,6 +24,17 @@ async def run_blocking(function: Callable[..., T], *args: Any) -> T:
 
     Unlike `asyncio.to_thread` there is no pool to run dry, and the threads are daemons: a tool that hangs is left behind
     when its deadline passes and does not keep the process alive.
+
+    Args:
+        function: may block for any time. After a cancellation it runs on, and its result is dropped.
+        args: its arguments.
+
+    Returns:
+        What it returns; what it raises is raised.
+
+    Example:
+        >>> asyncio.run(run_blocking(divmod, 7, 2))
+        (3, 1)
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

@@ -104,6 +104,20 @@ class Agent:
 
         With `AppendOnly` the turns left and the free context bound it too; other context managers may generate between
         turns and free the context, which leaves `max_tokens`.
+
+        Args:
+            state: one of this agent's.
+
+        Returns:
+            Tokens, at least 0: the price of a continuation, to be reserved before it is launched.
+
+        Example:
+            >>> from focus_jax.sampling import ByteTokenizer, ScriptedSampler
+            >>> tokenizer = ByteTokenizer()
+            >>> params = SamplingParams(max_tokens=100)
+            >>> agent = Agent(ScriptedSampler([], tokenizer), ChatRenderer(tokenizer), params, max_turns=2, final_tokens=10)
+            >>> agent.max_generated(State(np.zeros(20, np.int32), seed_length=0, environment=b""))
+            210
         """
         left = self.max_tokens - state.num_tokens
         if isinstance(self.context_manager, AppendOnly):
@@ -114,12 +128,18 @@ class Agent:
     async def start(self, environment: Environment, task: Any) -> State:
         """Reset `environment` to `task` and open the context.
 
+        Args:
+            environment: a fresh one.
+            task: what its `reset` takes.
+
         Returns:
             The root state. Where it is not resumable, only this environment can go on from it, once.
 
         Raises:
             ValueError: the opening leaves no room for a reply, or the chat template refuses it.
             EnvironmentFailure: the environment broke.
+
+        Example: see `segment`.
         """
         observation = await run_environment(environment, call_environment, "reset", environment.reset, task)
         check_observation(observation, "reset")
@@ -150,6 +170,27 @@ class Agent:
         Raises:
             SamplerError: the server failed or broke a reply off. The attempt fails, and may be launched again.
             EnvironmentFailure, GraderFailure: the environment or its grader broke, or gave a reward that is not finite.
+
+        Example:
+            >>> import asyncio
+            >>> from focus_jax.sampling import ByteTokenizer, ScriptedSampler
+            >>> class Sum:
+            ...     def reset(self, task):
+            ...         return Observation((Message("user", task),))
+            ...     def step(self, action):
+            ...         return Observation(reward=float(action.text == "4"), done=True)
+            ...     def snapshot(self):
+            ...         return b""
+            ...     def restore(self, snapshot):
+            ...         pass
+            >>> tokenizer = ByteTokenizer()
+            >>> agent = Agent(ScriptedSampler(["4"], tokenizer), ChatRenderer(tokenizer), SamplingParams())
+            >>> async def attempt():
+            ...     root = await agent.start(Sum(), "2 + 2")
+            ...     return await agent.segment(Sum(), root, seed=0, charge=lambda num_tokens: None)
+            >>> segment, state = asyncio.run(attempt())
+            >>> segment.reward, segment.status, state.num_tokens
+            (1.0, 'terminal', 2)
         """
         if state.resumable:
             await run_environment(environment, call_environment, "restore", environment.restore, state.environment)
