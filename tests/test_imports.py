@@ -1,8 +1,6 @@
 """Which room may import which, and that the pure functions need nothing but jax and numpy."""
 
 import ast
-import doctest
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -114,19 +112,3 @@ def test_all_names_what_the_package_offers():
     assert len(set(focus_jax.__all__)) == len(focus_jax.__all__)
     public = {n for n, thing in vars(focus_jax).items() if not n.startswith("_") and not isinstance(thing, type(ast))}
     assert public == set(focus_jax.__all__)
-
-
-@pytest.mark.parametrize("name", [*focus_jax.__all__, "OutcomeStats.record"])
-def test_the_example_of_every_docstring_runs(name):
-    thing = focus_jax
-    for part in name.split("."):
-        thing = getattr(thing, part)
-    assert thing.__doc__
-    examples = doctest.DocTestParser().get_doctest(
-        thing.__doc__, dict(vars(importlib.import_module(thing.__module__))), name, None, None
-    )
-    if not isinstance(thing, type):
-        assert examples.examples
-    report = []
-    doctest.DocTestRunner(verbose=False).run(examples, out=report.append)
-    assert not report, "".join(report)
