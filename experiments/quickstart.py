@@ -89,7 +89,7 @@ def main(config: Config) -> None:
     asyncio.run(show_worked_example())
     with Grader() as grader:
         problems = read_problems(config, grader)
-        folder = open_run(config.run_folder, config)
+        folder = open_run(config.run_folder, config, free=("num_workers", "num_threads", "base_url"))
         rounds = asyncio.run(compare(config, problems, grader, folder))
     print_comparison(rounds, config)
     console.print(

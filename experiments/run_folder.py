@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,22 +37,29 @@ def parse(config: type[Config], arguments: list[str] | None = None) -> Config:
     return tyro.cli(config, args=typed + arguments, config=(tyro.conf.FlagConversionOff,))
 
 
-def open_run(folder: Path, config: Any) -> Path:
+def open_run(folder: Path, config: Any, *, free: Sequence[str] = ()) -> Path:
     """Make a run's folder and write down its options and the versions it runs with.
+
+    Args:
+        folder: the folder; one that is there is gone on with.
+        config: the script's options.
+        free: options that may change when a run is gone on with, since they do not shape its results.
 
     Raises:
         SystemExit: the folder cannot be written, or holds a run with other options.
     """
-    text = "".join(f"{k} = {_toml(v)}\n" for k, v in asdict(config).items() if v is not None)
+    options = {key: _toml(value) for key, value in asdict(config).items() if value is not None}
     path = folder / "config.toml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_text() != text:
-            changed = sorted(set(path.read_text().splitlines()) ^ set(text.splitlines()))
-            raise SystemExit(
-                f"{folder} holds a run with other options ({'; '.join(changed)}); type the same ones to go on with it, "
-                "or name another folder"
+        stored = {k: _toml(v) for k, v in tomllib.loads(path.read_text()).items()} if path.exists() else options
+        changed = [k for k in sorted({*stored, *options}) if k not in free and stored.get(k) != options.get(k)]
+        if changed:
+            changes = "; ".join(
+                f"{key}: {stored.get(key, 'not set')} there, {options.get(key, 'not set')} here" for key in changed
             )
+            raise SystemExit(f"{folder} holds a run with other options ({changes}); go on with the same, or name another folder")
+        text = "".join(f"{key} = {value}\n" for key, value in options.items())
         path.write_text(text)
         (folder / "environment.json").write_text(json.dumps(_environment(), indent=1) + "\n")
     except OSError as error:
