@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import hashlib
 import math
+import operator
 import threading
+import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,7 +73,7 @@ async def collect(
     Args:
         agent: the acting policy and how it takes turns.
         critic: predicts the value of every new state.
-        tasks: problem id -> what `Environment.reset` takes.
+        tasks: problem id, a text -> what `Environment.reset` takes.
         passes: allocation rules with their budgets, one after the other.
         make_environment: a fresh environment; called once per attempt.
         num_workers: most continuations in flight.
@@ -87,7 +90,7 @@ async def collect(
         The round: trees, evidence, failures and ledgers.
 
     Raises:
-        ValueError: no tasks or passes, a bad number.
+        ValueError: no tasks or passes, an id that is no text, a bad number, a rule that chooses what it may not.
         JournalError: the journal is in use, cannot be written, or belongs to another run.
         AllAttemptsFailed: not one attempt on any problem finished.
 
@@ -95,8 +98,9 @@ async def collect(
     """
     if not tasks:
         raise ValueError("`tasks`: expected at least one problem, got none")
-    if num_workers < 1:
-        raise ValueError(f"`num_workers`: expected at least 1, got {num_workers}")
+    _check_ids(tasks)
+    if not (isinstance(num_workers, int) and num_workers >= 1):
+        raise ValueError(f"`num_workers`: expected a whole number of at least 1, got {num_workers!r}")
     if not (attempt_timeout > 0 and max_failures >= 1):
         raise ValueError(f"expected `attempt_timeout` > 0 and `max_failures` >= 1, got {attempt_timeout} and {max_failures}")
     round_ = Round(passes, tuple(tasks), gamma=agent.gamma, shared_budget=shared_budget, max_failures=max_failures)
@@ -123,7 +127,15 @@ async def collect(
     finished = any(ledger.continuations for ledgers in round_.ledgers for ledger in ledgers)
     if not finished and (round_.failures or round_.errors):
         causes = [f"{f.kind}: {f.message}" for f in round_.failures] or list(round_.errors.values())
-        raise AllAttemptsFailed(f"no attempt on any problem finished; the first failure was in the {causes[0]}")
+        raise AllAttemptsFailed(f"no attempt on any problem finished; the first failure: {causes[0]}")
+    if not round_.num_attempts:
+        cheapest = min(round_.price(i, 0) for i in range(len(tasks)))
+        warnings.warn(
+            f"the passes bought no continuation: a token budget must hold a whole one (up to {cheapest} tokens here), and "
+            "ValueRefinement finds nothing to gain at roots without outcomes; start with RootRollouts",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return round_
 
 
@@ -226,7 +238,9 @@ class _Collector:
         rule = self.round.passes[index].rule
         while (free := self.num_workers - len(self.in_flight)) > 0:
             frontier = self.round.frontier(index)
-            choices = rule(frontier, free, max_pending=self.round.passes[index].pending_limit) if len(frontier) else []
+            limit = self.round.passes[index].pending_limit
+            choices = rule(frontier, free, max_pending=limit) if len(frontier) else []
+            choices = _check_choices(choices, frontier, free, limit)
             launched = self._start(index, frontier, choices)
             if launched == len(choices) < free:
                 return
@@ -334,6 +348,30 @@ class _Collector:
     def _tell(self, score: float) -> None:
         self.score = score
         self.report(Progress(self.round, len(self.in_flight), score))
+
+
+def _check_ids(tasks: Mapping[str, Any]) -> None:
+    for name in tasks:
+        # A lone surrogate, as in the name of a file that is not UTF-8, can be stored nowhere.
+        if not isinstance(name, str) or name.encode(errors="ignore").decode() != name:
+            raise ValueError(f"`tasks`: expected ids that are valid text, got {name!r}")
+
+
+def _check_choices(choices: list[Choice], frontier: Frontier, num: int, max_pending: int) -> list[Choice]:
+    """A rule chooses at most `num` candidates of the frontier, and none beyond the cap on continuations in flight."""
+    try:
+        choices = [(operator.index(index), float(score)) for index, score in choices]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the rule answered {choices!r}, expected a list of (candidate, score): {error}") from error
+    chosen = Counter(index for index, _ in choices)
+    if len(choices) > num:
+        raise ValueError(f"the rule chose {len(choices)} candidates, expected at most {num}")
+    for index, times in chosen.items():
+        if not 0 <= index < len(frontier):
+            raise ValueError(f"the rule chose candidate {index}, expected one of 0 to {len(frontier) - 1}")
+        if frontier.stats.pending[index] + times > max_pending:
+            raise ValueError(f"the rule chose candidate {index} {times} times, beyond `max_pending` of {max_pending}")
+    return choices
 
 
 def _stable_repr(thing: object) -> str:

@@ -142,7 +142,7 @@ class Journal:
             [
                 (
                     f"INSERT OR REPLACE INTO roots VALUES ({','.join('?' * 12)})",
-                    [(root.problem, root.id, *columns, root.value, root.price, root.error, root.retry)],
+                    [(root.problem, root.id, *columns, root.value, root.price, _storable(root.error), root.retry)],
                 )
             ]
         )
@@ -193,7 +193,7 @@ class Journal:
 
     def fail(self, attempt: int, kind: str, message: str, tokens: int) -> None:
         """Record an attempt that failed or was interrupted, with the tokens it is charged."""
-        self._write([(_INSERT_OUTCOME, [(attempt, kind, message, tokens, self._num_launched, time.time())])])
+        self._write([(_INSERT_OUTCOME, [(attempt, kind, _storable(message), tokens, self._num_launched, time.time())])])
 
     def roots(self) -> list[Root]:
         """Every problem that was started, by index."""
@@ -231,7 +231,17 @@ class Journal:
 
     def settings(self) -> dict[str, Any]:
         """The settings the journal was made with."""
-        return json.loads(self._read("SELECT value FROM meta WHERE key = 'settings'")[0][0])
+        stored = self._settings()
+        if stored is None:
+            raise JournalError("the journal holds no round yet: its process ended before the first problem; collect into it")
+        return stored
+
+    def _settings(self) -> dict[str, Any] | None:
+        rows = self._read("SELECT value FROM meta WHERE key = 'settings'")
+        try:
+            return json.loads(rows[0][0]) if rows else None
+        except ValueError as error:
+            raise JournalError(f"the journal is damaged, its settings cannot be read: {error}") from error
 
     def _continuation(self, attempt: int) -> Continuation:
         segments, states, values, prices = [], [], [], []
@@ -260,16 +270,13 @@ class Journal:
 
     def _check(self, settings: dict[str, Any]) -> None:
         wanted = json.loads(json.dumps(settings))
-        rows = self._read("SELECT value FROM meta WHERE key = 'settings'")
-        if not rows:
+        stored = self._settings()
+        if stored is None:
             self._write([("INSERT INTO meta VALUES (?,?)", [("settings", json.dumps(wanted, sort_keys=True))])])
             return
-        stored = json.loads(rows[0][0])
-        different = sorted(k for k in wanted.keys() | stored.keys() if wanted.get(k) != stored.get(k))
-        if different:
-            changes = "; ".join(f"{k}: {_short(stored.get(k))} there, {_short(wanted.get(k))} here" for k in different)
+        if changes := _differences(stored, wanted):
             raise JournalError(
-                f"the journal was made by another run ({changes}); resume with the same settings or name a new file"
+                f"the journal was made by another run ({'; '.join(changes)}); resume with the same settings or name a new file"
             )
 
     def _read(self, query: str, *parameters: Any) -> list[sqlite3.Row]:
@@ -354,6 +361,19 @@ def _bytes(array: np.ndarray, dtype: type) -> bytes:
 
 def _array(blob: bytes, dtype: type) -> np.ndarray:
     return np.frombuffer(blob, np.dtype(dtype).newbyteorder("<"))
+
+
+def _storable(message: str | None) -> str | None:
+    """The message with '?' for what is no valid text, such as a part of a file name that is not UTF-8."""
+    return message and message.encode(errors="replace").decode()
+
+
+def _differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """What differs between two settings, by the names that lead to it."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = sorted(there.keys() | here.keys())
+        return [d for k in keys for d in _differences(there.get(k), here.get(k), f"{name}.{k}" if name else k)]
+    return [] if there == here else [f"{name}: {_short(there)} there, {_short(here)} here"]
 
 
 def _short(value: Any) -> str:

@@ -12,12 +12,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from focus_jax.agents.describe import describe
 from focus_jax.collection.budget import Budget
 from focus_jax.collection.evidence import Frontier
 from focus_jax.scheduling import OutcomeStats, allocate, benefit_slope, beta_bernoulli
 
 # (index into the frontier, score that bought it); in the order bought.
 Choice = tuple[int, float]
+
+_NO_CAP = 1 << 30  # continuations in flight from one node; one more still fits an int32
 
 
 class Rule(Protocol):
@@ -35,6 +38,9 @@ class RootRollouts:
     """Independent rollouts from the roots, round robin over the trees: `num` from each, or without end (None)."""
 
     num: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least_one(self, "num")
 
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
         taken = _taken(frontier)
@@ -56,6 +62,10 @@ class Random:
     """A candidate drawn uniformly, from a stream fixed by `seed` and the number of launches before."""
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"Random: `seed` must be at least 0, got {self.seed}")
 
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
         room = _room(frontier, max_pending)
@@ -81,6 +91,9 @@ class TokenEntropy:
 
     window: int = 8
 
+    def __post_init__(self) -> None:
+        _check_at_least_one(self, "window")
+
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
         return _greedy(frontier.entropy, num, _room(frontier, max_pending))
 
@@ -92,7 +105,7 @@ class ValueRefinement:
     Only a positive benefit is bought.
 
     Args:
-        kappa: weight of the critic's prediction, in observations.
+        kappa: weight of the critic's prediction, in observations; above 0.
         model: outcome model, `beta_bernoulli` for returns in [0, 1] or `normal`.
         rule: `benefit_slope`, as in the paper, or `benefit_step`.
     """
@@ -100,6 +113,10 @@ class ValueRefinement:
     kappa: float = 1.0
     model: Callable[..., Any] = beta_bernoulli
     rule: Callable[..., Any] = benefit_slope
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kappa < np.inf:
+            raise ValueError(f"ValueRefinement: `kappa` must be a finite number above 0, got {self.kappa}")
 
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
         num = min(num, len(frontier) * max_pending)
@@ -131,6 +148,9 @@ class Probes:
 
     num: int = 1
 
+    def __post_init__(self) -> None:
+        _check_at_least_one(self, "num")
+
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
         missing = self.num - frontier.probes - np.asarray(frontier.stats.pending)
         score = np.where(missing > 0, 0.0, -np.inf)
@@ -157,8 +177,8 @@ class Pass:
         budget: spent per problem, or once over all problems when the collection shares it.
         max_pending: most continuations in flight from one node; None takes what suits the rule: as many as wished
             for independent root rollouts and probes, else 1.
-        max_attempts: launches, failed ones included; None allows twice the continuations of the budget (no limit where
-            the budget counts tokens alone).
+        max_attempts: launches, failed ones included; None allows twice the continuations of the budget, or as many as
+            it has tokens, so that a policy that generates nothing comes to an end.
     """
 
     rule: Rule
@@ -167,10 +187,9 @@ class Pass:
     max_attempts: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_pending", "max_attempts"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"Pass: `{name}` must be at least 1, got {number}")
+        if isinstance(self.rule, type) or not callable(self.rule):
+            raise ValueError(f"Pass: `rule` must be a rule such as Uniform(), got {self.rule!r}")
+        _check_at_least_one(self, "max_pending", "max_attempts")
 
     @property
     def name(self) -> str:
@@ -191,22 +210,22 @@ class Pass:
     def pending_limit(self) -> int:
         """The cap on continuations in flight from one node, the rule's own where none was given."""
         if self.max_pending is not None:
-            return self.max_pending
-        return 1 << 30 if isinstance(self.rule, (RootRollouts, Probes)) else 1
+            return min(self.max_pending, _NO_CAP)
+        return _NO_CAP if isinstance(self.rule, (RootRollouts, Probes)) else 1
 
     @property
-    def attempt_limit(self) -> float:
+    def attempt_limit(self) -> int:
         """The cap on launches."""
         if self.max_attempts is not None:
             return self.max_attempts
-        return float("inf") if self.budget.continuations is None else 2 * self.budget.continuations
+        return self.budget.tokens or 0 if self.budget.continuations is None else 2 * self.budget.continuations
 
     def describe(self) -> dict[str, Any]:
         """Plain data that tells this pass from another, for the journal."""
         knobs: dict[str, Any] = {f.name: getattr(self.rule, f.name) for f in fields(self.rule)} if is_dataclass(self.rule) else {}
         return {
             "rule": self.name,
-            "knobs": {k: name_of(v) if callable(v) else v for k, v in knobs.items()},
+            "knobs": {k: name_of(v) if callable(v) else describe(v) for k, v in knobs.items()},
             "budget": asdict(self.budget),
             "max_pending": self.max_pending,
             "max_attempts": self.max_attempts,
@@ -232,6 +251,13 @@ def name_of(thing: object) -> str:
             f"expected a named function or a frozen dataclass, so that a journal can tell it from another, got {thing!r}"
         )
     return name
+
+
+def _check_at_least_one(settings: object, *names: str) -> None:
+    for name in names:
+        number = getattr(settings, name)
+        if number is not None and not (isinstance(number, int) and number >= 1):
+            raise ValueError(f"{type(settings).__name__}: `{name}` must be a whole number of at least 1, got {number!r}")
 
 
 def _taken(frontier: Frontier) -> np.ndarray:

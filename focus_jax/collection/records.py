@@ -85,15 +85,21 @@ def focus_credit(
 
     Args:
         trees: grown trees.
-        kappa: weight of the critic's prediction, in observations.
-        gamma: discount per task transition.
-        lam: how much of the following segments' credit flows back; 0 in the paper.
+        kappa: weight of the critic's prediction, in observations; above 0.
+        gamma: discount per task transition, in [0, 1].
+        lam: how much of the following segments' credit flows back, in [0, 1]; 0 in the paper.
         leave_one_out: judge each segment against a baseline that leaves its own outcome out (`lam` must be 0).
+
+    Raises:
+        ValueError: no trees, or a number out of range.
 
     Source: project page, "Give the recovery its own learning signal" and "Backup details".
     """
     if leave_one_out and lam:
         raise ValueError(f"`lam`: expected 0 with `leave_one_out`, got {lam}")
+    if not 0 < kappa < np.inf:
+        raise ValueError(f"`kappa`: expected a finite number above 0, got {kappa}")
+    _check_share(gamma=gamma, lam=lam)
     packed, arrays = pack(trees, values=[t.values for t in trees])
     result = backup(packed, arrays["values"], kappa=kappa, gamma=gamma)
     if leave_one_out:
@@ -115,8 +121,9 @@ def vineppo_credit(trees: Sequence[HostTree], mc_values: Sequence[np.ndarray], *
         The credit; `refined` holds the Monte Carlo values.
 
     Raises:
-        ValueError: a state has no probe.
+        ValueError: a state has no probe, or `gamma` is out of range.
     """
+    _check_share(gamma=gamma)
     for tree, values in zip(trees, mc_values, strict=True):
         if np.isnan(values).any():
             node = int(np.flatnonzero(np.isnan(values))[0])
@@ -132,8 +139,12 @@ def grpo_credit(trees: Sequence[HostTree], *, gamma: float = 1.0) -> Credit:
     """Credit every segment of a root rollout with the rollout's return, normalised within its problem.
 
     Raises:
-        ValueError: a tree branches below its root, so its paths are no independent rollouts.
+        ValueError: no trees, one that branches below its root, so that its paths are no independent rollouts, or `gamma`
+            out of range.
     """
+    if not trees:
+        raise ValueError("`trees`: expected at least one tree, got none")
+    _check_share(gamma=gamma)
     rollouts = [_root_rollouts(tree, gamma) for tree in trees]
     group = np.zeros((len(trees), max(len(returns) for returns, _ in rollouts)), np.float32)
     mask = np.zeros(group.shape, bool)
@@ -170,6 +181,12 @@ def training_records(trees: Sequence[HostTree], credit: Credit) -> tuple[list[Se
                     )
                 )
     return segments, examples
+
+
+def _check_share(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0 <= number <= 1:
+            raise ValueError(f"`{name}`: expected a number in [0, 1], got {number}")
 
 
 def _without_critic(trees: Sequence[HostTree], advantages: list[np.ndarray], values: list[np.ndarray]) -> Credit:

@@ -15,7 +15,7 @@ import numpy as np
 
 from focus_jax.collection.budget import Ledger
 from focus_jax.collection.evidence import Evidence, Frontier
-from focus_jax.collection.journal import Journal, Launch, Outcome, Root, read_journal
+from focus_jax.collection.journal import Journal, JournalError, Launch, Outcome, Root, read_journal
 from focus_jax.collection.passes import Pass
 from focus_jax.collection.tree import HostTree
 from focus_jax.scheduling import OutcomeStats
@@ -103,7 +103,20 @@ class Round:
         self.alive[root.problem] = True
 
     def load(self, journal: Journal) -> None:
-        """Take in all that a journal holds."""
+        """Take in all that a journal holds.
+
+        Raises:
+            JournalError: its rows do not fit together.
+        """
+        try:
+            self._take_in(journal)
+        except (LookupError, ValueError, TypeError, AssertionError) as error:
+            raise JournalError(
+                f"the journal is damaged, its rows do not fit together ({type(error).__name__}: {error}); "
+                "put a copy of it back, or name a new file"
+            ) from error
+
+    def _take_in(self, journal: Journal) -> None:
         for root in journal.roots():
             self.start(root)
         launches = journal.launches()
@@ -254,7 +267,7 @@ def replay(path: Path | str) -> Round:
     Attempts still in flight at the end of the journal stay pending.
 
     Raises:
-        JournalError: there is no journal at `path`.
+        JournalError: there is no journal at `path`, or it is damaged.
     """
     with read_journal(path) as journal:
         settings = journal.settings()

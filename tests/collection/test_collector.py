@@ -157,7 +157,8 @@ def test_token_entropy_starts_from_the_bare_root():
 
 def test_value_refinement_of_bare_roots_buys_nothing_and_ends():
     # At kappa = 1 and no outcome the benefit is 0 whatever the critic says.
-    round_ = run(passes=[Pass(ValueRefinement(), Budget(continuations=3))], num_workers=4)
+    with pytest.warns(RuntimeWarning, match="start with RootRollouts"):
+        round_ = run(passes=[Pass(ValueRefinement(), Budget(continuations=3))], num_workers=4)
     assert all(len(t) == 1 for t in round_.trees)
 
 
@@ -237,6 +238,8 @@ def test_a_critic_that_fails_is_recorded_as_such():
 
 def test_a_programming_error_is_raised_not_recorded(tmp_path):
     class Typo(LetterSampler):
+        model = "LetterSampler"  # as far as a journal can tell, the policy that goes on afterwards
+
         async def sample(self, prompt_ids, params):
             raise TypeError("a bug")
 
