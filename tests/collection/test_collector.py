@@ -375,9 +375,11 @@ def test_an_outage_counts_once_and_a_second_call_gives_another_chance(tmp_path):
 
         def __post_init__(self):
             super().__init__(delay=0.001)
+            self.all_in_flight = asyncio.Barrier(4)
 
         async def sample(self, prompt_ids, params):
             if not self.up:
+                await self.all_in_flight.wait()
                 raise SamplerError("no connection")
             return await super().sample(prompt_ids, params)
 
