@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from focus_jax import OutcomeStats, allocate, benefit, benefit_slope, benefit_step, beta_bernoulli, normal, token_entropy
 from focus_jax.scheduling import _top
 
-checked = settings(max_examples=150, deadline=None, database=None, derandomize=True)
+checked = settings(max_examples=100, deadline=None, database=None, derandomize=True)
 
 
 def stats_of(outcomes, pending=None):
@@ -148,7 +148,7 @@ def as_codes(values, stats, *, kappa):
 
 
 @pytest.mark.parametrize("max_pending", [1, 2, 3, 8, 10**9])
-@pytest.mark.parametrize("num", [1, 5, 70])
+@pytest.mark.parametrize("num", [5, 70])
 @checked
 @given(data=st.data())
 def test_picks_are_those_of_choosing_one_at_a_time(num, max_pending, data):
@@ -196,13 +196,13 @@ def test_picks_are_those_of_calling_benefit_after_every_choice(states, kappa, mo
     assert got.benefit.tolist() == bought
 
 
-@pytest.mark.parametrize("size", [1, 5, 63, 4096, 4099, 50_000])
+@pytest.mark.parametrize("size", [1, 63, 4099, 50_000])
 @pytest.mark.parametrize("num", [0, 1, 7, 256])
 def test_the_largest_are_found_with_the_lower_index_first_among_equals(size, num):
     rng = np.random.default_rng(size)
     for levels in (2, 50, 10**6):
         x = np.where(rng.random(size) < 0.3, -np.inf, rng.integers(0, levels, size)).astype(np.float32)
-        top, index = _top(jnp.asarray(x), num)
+        top, index = jax.jit(_top, static_argnums=1)(jnp.asarray(x), num)
         expected = np.argsort(-x, kind="stable")[:num]
         np.testing.assert_array_equal(top, x[expected])
         finite = np.isfinite(x[expected])
@@ -248,7 +248,7 @@ def test_nothing_is_picked_where_nothing_would_help():
     assert allocate(jnp.full((2, 4), 0.5), stats, jnp.ones((2, 4), bool), 0).index.shape == (0,)
 
 
-@pytest.mark.parametrize("window", [1, 3, 8, 50])
+@pytest.mark.parametrize("window", [1, 8, 50])
 def test_token_entropy_equals_the_loop(window):
     rng = np.random.default_rng(5)
     logprobs = np.log(rng.random((4, 6, 30))).astype(np.float32)

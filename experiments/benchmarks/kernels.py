@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import heapq
 import json
 import os
@@ -57,6 +59,7 @@ class Figure:
 
 def main(config: Kernels) -> None:
     """Run the benchmark and print its table."""
+    keep_freed_memory()
     figures = backup_figures(config) + compile_figures(config) + allocate_figures(config)
     console = Console()
     setting = machine()
@@ -193,31 +196,33 @@ def random_trees(rng: np.random.Generator, num_trees: int, num_nodes: int) -> Ro
 
 
 def numpy_backup(trees: RolloutTrees, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Level by level from the deepest, the children of a level summed by one bincount."""
-    num_trees, num_nodes = trees.parent.shape
+    """Level by level from the deepest, what a level sends up summed by one bincount."""
+    shape = num_trees, num_nodes = values.shape
     rows = np.arange(num_trees)
     depth = np.zeros((num_nodes, num_trees), np.int16)
-    for i, parent in enumerate(np.ascontiguousarray(trees.parent.T)[1:], 1):
-        depth[i] = depth[parent, rows] + 1
-    order = np.argsort(depth.T.ravel(), kind="stable")
-    bounds = np.cumsum([0, *np.bincount(depth.ravel())])
-    place = np.empty_like(order)
-    place[order] = np.arange(order.size)
-    # In level order every level is a slice, and so are its parents.
-    parent = place[(trees.parent + rows[:, None] * num_nodes).ravel()[order]]
-    reward, value = trees.reward.ravel()[order], np.where(trees.terminal, 0, values).ravel()[order]
-    discount = (np.float32(GAMMA) ** np.arange(int(trees.steps.max()) + 1, dtype=np.float32))[trees.steps.ravel()[order]]
-    edge, open_ = trees.mask.ravel()[order], ~trees.terminal.ravel()[order]
-    refined, target, count = value.copy(), np.zeros_like(value), np.zeros(value.shape, np.int32)
-    for low, start, stop in zip(bounds[-3::-1], bounds[-2::-1], bounds[::-1], strict=False):
-        below = np.flatnonzero(edge[start:stop]) + start
-        here, size = slice(low, start), start - low
-        count[here] = n = np.bincount(parent[below] - low, minlength=size)
-        total = np.bincount(parent[below] - low, reward[below] + discount[below] * refined[below], minlength=size)
-        target[here] = total / np.maximum(n, 1)
-        blend = (KAPPA * value[here] + total) / (KAPPA + n)
-        refined[here] = np.where(open_[here], np.where(n > 0, blend, value[here]), 0)
-    return tuple(x[place].reshape(num_trees, num_nodes) for x in (refined, target, count))  # type: ignore[return-value]
+    for i, above in enumerate(np.asarray(trees.parent).T.copy()[1:], 1):
+        depth[i] = depth[above, rows] + 1
+    level = np.where(trees.mask & (np.arange(num_nodes) > 0), depth.T, 0).ravel()
+    order = np.argsort(level, kind="stable")
+    bounds = np.searchsorted(level[order], np.arange(level.max() + 2))
+
+    parent = (trees.parent + rows[:, None] * num_nodes).ravel()
+    terminal, reward = np.ravel(trees.terminal), np.ravel(trees.reward)
+    value = np.where(terminal, np.float32(0), values.ravel())
+    discount = powers(trees)[np.ravel(trees.steps)]
+    count = np.bincount(parent[order[bounds[1] :]], minlength=values.size)
+    total = np.zeros(values.size)
+    refined = value.copy()
+    for d in range(len(bounds) - 2, -1, -1):
+        nodes = order[bounds[d] : bounds[d + 1]]
+        n = count[nodes]
+        blend = (KAPPA * value[nodes] + total[nodes]) / (KAPPA + n)
+        refined[nodes] = np.where(terminal[nodes] | (n == 0), value[nodes], blend)
+        if d > 0:
+            sent = reward[nodes] + discount[nodes] * refined[nodes]
+            total += np.bincount(parent[nodes], sent, minlength=values.size)
+    target = (total / np.maximum(count, 1)).astype(np.float32)
+    return refined.reshape(shape), target.reshape(shape), count.reshape(shape)
 
 
 def numba_backup() -> Callable[[RolloutTrees, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -260,11 +265,23 @@ def numba_backup() -> Callable[[RolloutTrees, np.ndarray], tuple[np.ndarray, np.
         return refined, target, count
 
     def run(trees: RolloutTrees, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        discount = np.float32(GAMMA) ** np.arange(int(trees.steps.max()) + 1, dtype=np.float32)
         fields = (trees.parent, trees.reward, trees.steps, trees.terminal, trees.mask)
-        return sweep(*fields, values, discount, np.float32(KAPPA))
+        return sweep(*fields, values, powers(trees), np.float32(KAPPA))
 
     return run
+
+
+def powers(trees: RolloutTrees) -> np.ndarray:
+    """gamma^d for all d that occur."""
+    return np.float32(GAMMA) ** np.arange(int(trees.steps.max()) + 1, dtype=np.float32)
+
+
+def keep_freed_memory() -> None:
+    """Let no contestant pay for pages that an array freed a moment ago gave back to the kernel (glibc only)."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def machine() -> dict[str, str]:
