@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -89,11 +90,12 @@ def main(config: Config) -> None:
     asyncio.run(show_worked_example())
     with Grader() as grader:
         problems = read_problems(config, grader)
-        folder = open_run(config.run_folder, config, free=("num_workers", "num_threads", "base_url"))
-        rounds = asyncio.run(compare(config, problems, grader, folder))
+        rounds = asyncio.run(compare(config, problems, grader))
     print_comparison(rounds, config)
     console.print(
-        f"Run folder: {folder} (both journals, config.toml, metrics.jsonl, environment.json)", highlight=False, soft_wrap=True
+        f"Run folder: {config.run_folder} (both journals, config.toml, metrics.jsonl, environment.json)",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -121,7 +123,7 @@ async def show_worked_example() -> None:
     )
 
 
-async def compare(config: Config, problems: list[Problem], grader: Grader, folder: Path) -> dict[str, Round]:
+async def compare(config: Config, problems: list[Problem], grader: Grader) -> dict[str, Round]:
     """Collect twice over the same problems: with value refinement and with uniform allocation."""
     console.rule(f"{len(problems)} problems, {config.num_roots} root rollouts each, then {config.budget} tokens each")
     rounds: dict[str, Round] = {}
@@ -135,6 +137,8 @@ async def compare(config: Config, problems: list[Problem], grader: Grader, folde
             final_request=FINAL_REQUEST,
             final_tokens=config.step_tokens,
         )
+        # Only now that the policy answers: a mistyped server leaves no folder that belongs to it.
+        folder = open_run(config.run_folder, config, free=("run_folder", "num_workers", "num_threads", "base_url"))
         rules: dict[str, Rule] = {"focus": ValueRefinement(config.kappa), "uniform": Uniform()}
         for name, rule in rules.items():
             passes = [
@@ -168,9 +172,9 @@ async def connect(config: Config) -> AsyncIterator[tuple[Sampler, Tokenizer]]:
             yield remote, remote.tokenizer
     else:
         model = Path(config.model) if config.model else smollm2_path()
-        async with LlamaCppSampler.start(
-            model, num_parallel=config.num_workers, num_threads=config.num_threads or min(4, os.cpu_count() or 1)
-        ) as local:
+        # Every call served at once takes memory for a whole context; further workers wait their turn.
+        num_parallel, num_threads = min(config.num_workers, 16), config.num_threads or min(4, os.cpu_count() or 1)
+        async with LlamaCppSampler.start(model, num_parallel=num_parallel, num_threads=num_threads) as local:
             yield local, tokenizer or local.tokenizer
 
 
@@ -186,9 +190,14 @@ def read_problems(config: Config, grader: Grader) -> list[Problem]:
 
 def check(config: Config) -> None:
     """Refuse numbers that mean nothing before anything is started."""
-    for name in ("num_problems", "num_roots", "budget", "step_tokens", "max_steps", "num_workers"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(config, name)}")
+    for name in ("num_problems", "num_roots", "budget", "step_tokens", "max_steps", "num_workers", "num_threads"):
+        number = getattr(config, name)
+        if number is not None and number < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {number}")
+    if not 0 <= config.temperature < math.inf:
+        raise ValueError(f"--temperature: expected a finite number of at least 0, got {config.temperature}")
+    if not 0 < config.kappa < math.inf:
+        raise ValueError(f"--kappa: expected a finite number above 0, got {config.kappa}")
     most = config.max_steps * config.step_tokens + config.step_tokens
     if config.budget < most:
         raise ValueError(f"--budget: expected at least {most}, what one continuation may generate, got {config.budget}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import platform
 import sys
 import time
@@ -30,7 +31,9 @@ def parse(config: type[Config], arguments: list[str] | None = None) -> Config:
     stored: dict[str, Any] = {}
     for flag in [a for a in arguments if a == "--config" or a.startswith("--config=")]:
         at = arguments.index(flag)
-        name = flag.partition("=")[2] or (arguments[at + 1] if at + 1 < len(arguments) else "")
+        name = flag.partition("=")[2] if "=" in flag else "".join(arguments[at + 1 : at + 2])
+        if not name or name.startswith("--"):
+            raise SystemExit("--config: expected the name of a TOML file, got none")
         del arguments[at : at + (1 if "=" in flag else 2)]
         stored |= _read_toml(Path(name), [f.name for f in fields(config)])  # type: ignore[arg-type]
     typed = [word for key, value in stored.items() for word in _as_flag(key, value)]
@@ -59,28 +62,40 @@ def open_run(folder: Path, config: Any, *, free: Sequence[str] = ()) -> Path:
                 f"{key}: {stored.get(key, 'not set')} there, {options.get(key, 'not set')} here" for key in changed
             )
             raise SystemExit(f"{folder} holds a run with other options ({changes}); go on with the same, or name another folder")
-        text = "".join(f"{key} = {value}\n" for key, value in options.items())
-        path.write_text(text)
-        (folder / "environment.json").write_text(json.dumps(_environment(), indent=1) + "\n")
+        _write(path, "".join(f"{key} = {value}\n" for key, value in options.items()))
+        _write(folder / "environment.json", json.dumps(_environment(), indent=1) + "\n")
     except OSError as error:
         raise SystemExit(f"the run folder cannot be written: {error}") from error
+    except ValueError as error:
+        raise SystemExit(f"{path} is no valid TOML: {error}; mend it, or name another folder") from error
     return folder
 
 
 def log_metrics(folder: Path, **metrics: Any) -> None:
     """Append one line to the run's metrics.jsonl, unless it is there already (the run was gone on with after its end)."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    if not any({**json.loads(line), "time": None} == {**metrics, "time": None} for line in lines):
-        with open(path, "a") as file:
-            file.write(json.dumps({"time": time.time(), **metrics}) + "\n")
+    text = path.read_text() if path.exists() else ""
+    # A line that a full disk cut short was not logged.
+    whole = text[: text.rfind("\n") + 1]
+    if not any({**json.loads(line), "time": None} == {**metrics, "time": None} for line in whole.splitlines()):
+        _write(path, whole + json.dumps({"time": time.time(), **metrics}) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """All of the text or, where the disk is full or the process ends, what was there before."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _read_toml(path: Path, known: list[str]) -> dict[str, Any]:
     try:
         stored = tomllib.loads(path.read_text())
     except OSError as error:
-        raise SystemExit(f"--config: {path or '(no name given)'} cannot be read: {error.strerror}") from error
+        raise SystemExit(f"--config: {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SystemExit(f"--config: {path} is no valid TOML: {error}") from error
     for key in stored:
@@ -92,8 +107,9 @@ def _read_toml(path: Path, known: list[str]) -> dict[str, Any]:
 
 
 def _as_flag(key: str, value: Any) -> list[str]:
-    words = [str(v) for v in value] if isinstance(value, list) else [str(value)]
-    return [f"--{key.replace('_', '-')}", *words]
+    flag = f"--{key.replace('_', '-')}"
+    # Joined, so that a text may begin with a dash.
+    return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
 
 
 def _toml(value: Any) -> str:

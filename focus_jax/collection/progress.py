@@ -29,13 +29,13 @@ def show_progress(title: str, console: Console, *, every: float = 10.0) -> Itera
             nonlocal last
             if time.monotonic() - last >= every:
                 last = time.monotonic()
-                console.print(f"{title}: {summary(progress)}", highlight=False, soft_wrap=True)
+                console.print(f"{title}: {summary(progress)}", markup=False, highlight=False, soft_wrap=True)
 
         yield line
         return
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.fields[text]}"),
         TimeElapsedColumn(),

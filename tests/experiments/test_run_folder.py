@@ -1,4 +1,8 @@
 import json
+import os
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +63,14 @@ def test_a_bad_config_file_is_refused_by_name(tmp_path, content, message):
 def test_a_missing_config_file_and_a_missing_name(tmp_path):
     with pytest.raises(SystemExit, match="cannot be read"):
         parse(Options, ["--config", str(tmp_path / "nowhere.toml")])
-    with pytest.raises(SystemExit, match="cannot be read"):
-        parse(Options, ["--config"])
+    for arguments in (["--config"], ["--config="], ["--config", "--budget", "7"]):
+        with pytest.raises(SystemExit, match="expected the name of a TOML file, got none"):
+            parse(Options, arguments)
+
+
+def test_a_stored_text_may_begin_with_a_dash(tmp_path):
+    open_run(tmp_path, options := Options(name="-x", sizes=(-1, -2)))
+    assert parse(Options, ["--config", str(tmp_path / "config.toml")]) == options
 
 
 def test_a_folder_of_other_options_is_refused_and_left_alone(tmp_path):
@@ -83,3 +93,38 @@ def test_the_same_metrics_are_logged_once(tmp_path):
         log_metrics(tmp_path, method="focus", tokens=tokens)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["tokens"] for line in lines] == [3, 4]
+
+
+def test_a_damaged_config_of_a_run_is_named_and_left_alone(tmp_path):
+    (tmp_path / "config.toml").write_text("budget = 3\nrate = ")
+    with pytest.raises(SystemExit, match=r"config.toml is no valid TOML: .* mend it, or name another folder"):
+        open_run(tmp_path, Options())
+    assert (tmp_path / "config.toml").read_text() == "budget = 3\nrate = "
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    open_run(tmp_path, Options())
+    log_metrics(tmp_path, tokens=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    code = (
+        "import resource, signal, sys, pathlib; from test_run_folder import *; folder = pathlib.Path(sys.argv[1]);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40));"
+        "{'open': lambda: open_run(folder, Options(workers=9), free=['workers']), 'log': lambda: log_metrics(folder, tokens=2)}"
+        "[sys.argv[2]]()"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    for step, message in (("open", "the run folder cannot be written: .*too large"), ("log", "File too large")):
+        child = subprocess.run(
+            [sys.executable, "-c", code, tmp_path, step], env=environment, capture_output=True, text=True, check=False
+        )
+        assert child.returncode == 1
+        assert re.search(message, child.stderr)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_line_of_metrics_cut_short_is_logged_again(tmp_path):
+    log_metrics(tmp_path, tokens=1)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"time": 1.0, "tok')
+    log_metrics(tmp_path, tokens=2)
+    assert [json.loads(line)["tokens"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
