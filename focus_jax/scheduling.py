@@ -284,19 +284,19 @@ def allocate(
     kappa = jnp.asarray(kappa, jnp.float32)
     e2, s2, n = _error_variance_number(values, stats, kappa, model)
     candidates = as_array("candidates", candidates, e2.shape, jnp.bool_)
-    room = jnp.where(candidates, max_pending - stats.pending, 0)
+    room = jnp.where(candidates, min(max_pending, 2**31 - 1) - jnp.asarray(stats.pending, jnp.int32), 0)
 
-    # Benefits of a state as its picks go on may rise again; its later picks come only after the earlier ones, so what
-    # orders them is the least benefit so far. Choosing one at a time is sorting by it (descending, then state, then turn):
-    # when all above some level are taken, every state offers at most that level; the lowest state that offers it is
-    # taken, keeps offering it or more until its least benefit falls below, and only then does the next one get its turn.
+    # As a state is picked again and again its benefit may fall and rise; a later pick waits for the earlier ones, so what
+    # orders it is the least benefit so far. Choosing one at a time is sorting by that (descending, then state, then turn):
+    # once all above some level are taken, no state offers more than the level; the lowest one that offers it is taken,
+    # and goes on offering it or more until its least benefit falls below, and only then does the next one get its turn.
     first = _positive(rule(e2, s2, n, kappa), room > 0)
     level, index = _top(first.reshape(-1), num)
     if max_pending == 1:
         bought = level
     else:
         # A state enters with its first benefit, so none but the `num` highest of those can take part.
-        index = jnp.sort(index)
+        index, room = jnp.sort(index), jnp.where(first > 0, room, 0)
         turn = jnp.arange(min(max_pending, num), dtype=jnp.int32)[None, :]
         e2, s2, n, room = (x.reshape(-1)[index][:, None] for x in (e2, s2, n, room))
         series = _positive(rule(e2, s2, n + turn.astype(jnp.float32), kappa), turn < room)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from focus_jax import OutcomeStats, allocate, benefit, benefit_slope, benefit_step, beta_bernoulli, normal, token_entropy
 from focus_jax.scheduling import _top
 
-checked = settings(max_examples=100, deadline=None, database=None, derandomize=True)
+checked = settings(max_examples=70, deadline=None, database=None, derandomize=True)
 
 
 def stats_of(outcomes, pending=None):
