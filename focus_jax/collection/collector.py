@@ -19,7 +19,7 @@ import numpy as np
 
 from focus_jax.agents import Agent, AttemptFailure, Environment, SamplerError, Segment, State, classify_failure, derive_seed
 from focus_jax.agents.environment import call_environment
-from focus_jax.agents.threads import run_blocking
+from focus_jax.agents.threads import run_environment
 from focus_jax.collection.critic import Critic
 from focus_jax.collection.evidence import Frontier
 from focus_jax.collection.journal import Journal, JournalError, Launch, Outcome, Root
@@ -75,7 +75,8 @@ async def collect(
         critic: predicts the value of every new state.
         tasks: problem id, a text -> what `Environment.reset` takes.
         passes: allocation rules with their budgets, one after the other.
-        make_environment: a fresh environment; called once per attempt.
+        make_environment: a fresh environment; called once per attempt, in a thread unless it (a class, say) has an
+            attribute `blocking = False`.
         num_workers: most continuations in flight.
         seed: fixes, with tree, node and attempt, the seed of every reply; give every round of a training run its own.
         journal: SQLite file of the round, or None to keep it in memory.
@@ -210,7 +211,7 @@ class _Collector:
     @contextlib.asynccontextmanager
     async def _environment(self) -> AsyncIterator[Environment]:
         """A fresh environment, closed afterwards where it can be; a hanging one must hold nobody up."""
-        environment = await run_blocking(call_environment, "make_environment", self.make_environment)
+        environment = await run_environment(self.make_environment, call_environment, "make_environment", self.make_environment)
         try:
             yield environment
         finally:
