@@ -61,12 +61,13 @@ def show_rounds(rounds: Mapping[str, Round], *, kappa: float = 1.0) -> Table:
         rounds: by name, collected over the same problems.
         kappa: weight of the critic's prediction in the refined value.
     """
-    table = Table(box=box.SIMPLE, padding=(0, 1), title="Continuations by the depth of the state they started from")
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title="Continuations by the depth of the state they started from")
     for name in ("problem", "method"):
         table.add_column(name)
     for name in ("solved", "nodes", "tokens", "root", "1", "2", "3+", "value"):
         table.add_column(name, justify="right")
     for i, problem in enumerate(next(iter(rounds.values())).problems):
+        problem = problem if len(problem) <= 20 else "…" + problem[-19:]  # ids of files differ in their ends
         for name, round_ in rounds.items():
             tree = round_.trees[i]
             if tree is None or len(tree) == 1:
