@@ -1,0 +1,7 @@
+"""Flax NNX decoders with the numbers of the published checkpoints."""
+
+from focus_jax.models.config import ConfigError, DeltaConfig, ModelConfig
+from focus_jax.models.decoder import Cache, Decoder, empty_cache, segment_positions
+from focus_jax.models.sharding import make_mesh
+
+__all__ = ["Cache", "ConfigError", "Decoder", "DeltaConfig", "ModelConfig", "empty_cache", "make_mesh", "segment_positions"]

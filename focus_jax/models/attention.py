@@ -1,0 +1,131 @@
+"""Softmax attention: over a whole row of sequences, and of new tokens over a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+# Query rows per piece where the full score matrix would be too large to hold.
+BLOCK = 512
+
+
+LayerCache = tuple[jax.Array, jax.Array]
+"""Keys and values [B, S, K, head_dim], or a delta layer's last convolution inputs and state."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """What every layer knows about the tokens at hand.
+
+    Attributes:
+        cos: float32 [B, T, rotary_dim / 2].
+        sin: like `cos`.
+        valid: bool [B, T], or None where every token counts.
+        segment_ids: int32 [B, T] of rows that hold several sequences or padding, else None.
+        start: int32 [B], tokens already in the cache, or None without one.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    valid: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+    start: jax.Array | None = None
+
+
+def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    """[B, T, heads * head_dim] -> [B, T, heads, head_dim]."""
+    return x.reshape(*x.shape[:-1], -1, head_dim)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
+    """Attention over the row itself, or over the cache after the new keys and values are written to it."""
+    if cache is None or rows.start is None:
+        return causal_attention(q, k, v, rows.segment_ids), None
+    keys, values = write(cache[0], k, rows.start), write(cache[1], v, rows.start)
+    return cached_attention(q, keys, values, rows.start), (keys, values)
+
+
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    """softmax(q k^T / sqrt(d)) v, each token over those before it in its own segment.
+
+    Args:
+        q: [B, T, H, d].
+        k: [B, T, K, d]; H is a multiple of K, head h reads k[:, :, h // (H / K)].
+        v: like `k`.
+        segment_ids: int32 [B, T], or None where every row is one sequence.
+
+    Returns:
+        [B, T, H, d] in the dtype of `q`. Tokens of segment 0 see each other, which keeps their numbers finite.
+    """
+    length = q.shape[1]
+    index = jnp.arange(length)
+    if _has_flash_attention(q):
+        if segment_ids is None:
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[:, None] >= index)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
+
+    def visible(rows: jax.Array) -> jax.Array:
+        earlier = rows[:, None] >= index
+        if segment_ids is None:
+            return earlier[None]
+        return earlier & (segment_ids[:, rows][:, :, None] == segment_ids[:, None, :])
+
+    return _attend(q, k, v, visible)
+
+
+def cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
+    """Attention of new tokens over a cache that already holds their own keys and values.
+
+    Args:
+        q: [B, T, H, d]; token t of row b stands at position start[b] + t.
+        keys: [B, S, K, d].
+        values: like `keys`.
+        start: int32 [B].
+
+    Returns:
+        [B, T, H, d].
+    """
+    index = jnp.arange(keys.shape[1])
+
+    def visible(rows: jax.Array) -> jax.Array:
+        return (start[:, None] + rows)[:, :, None] >= index
+
+    return _attend(q, keys, values, visible)
+
+
+def write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """Put new [B, T, ...] into cache [B, S, ...] at positions start[b] + t; what does not fit is dropped."""
+    rows, index = jnp.arange(new.shape[0])[:, None], start[:, None] + jnp.arange(new.shape[1])
+    return cache.at[rows, index].set(new.astype(cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`visible(rows)` says which keys the query rows see, bool [B or 1, len(rows), S]."""
+    length = q.shape[1]
+    if length <= 2 * BLOCK:
+        return _dense(q, k, v, visible(jnp.arange(length)))
+
+    # The scores of one block are recomputed in the backward pass: memory grows with S, not with T x S.
+    @partial(jax.checkpoint, prevent_cse=False)
+    def piece(first: jax.Array) -> jax.Array:
+        rows = jnp.minimum(first + jnp.arange(BLOCK), length - 1)
+        return _dense(q[:, rows], k, v, visible(rows))
+
+    pieces = jax.lax.map(piece, jnp.arange(0, length, BLOCK))
+    joined = jnp.moveaxis(pieces, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])
+    return joined[:, :length]
+
+
+def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="xla")
+
+
+def _has_flash_attention(q: jax.Array) -> bool:
+    """cuDNN's kernel takes half precision only."""
+    return jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0

@@ -1,0 +1,309 @@
+"""The shape of a decoder, read from a checkpoint's own config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_5"]
+LayerType = Literal["full_attention", "linear_attention"]
+
+# What `model_type` in config.json may say, and the family it stands for.
+MODEL_TYPES: dict[str, Family] = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5": "qwen3_5",
+}
+
+
+class ConfigError(ValueError):
+    """A config.json that is missing, broken, or asks for something this implementation does not do."""
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Sizes of the gated delta layers of Qwen3.5.
+
+    Attributes:
+        num_key_heads: heads of queries and keys; each serves `num_value_heads / num_key_heads` value heads.
+        num_value_heads: heads of values, each with its own state [key_dim, value_dim].
+        key_dim: size of a query and of a key.
+        value_dim: size of a value.
+        kernel_size: taps of the causal depthwise convolution over queries, keys and values.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values side by side."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder; everything a forward pass needs to know beside its parameters.
+
+    Attributes:
+        family: which published architecture.
+        vocab_size: rows of the embedding.
+        hidden_size: width of the residual stream, D.
+        intermediate_size: width of the MLP.
+        num_heads: query heads of the attention layers, H.
+        num_kv_heads: key and value heads, K; each serves H / K query heads.
+        head_dim: size of a head, independent of D / H.
+        layer_types: kind of every layer, first to last.
+        tied: the output head is the embedding.
+        max_positions: longest sequence the checkpoint was made for.
+        rope_theta: base of the rotary embedding.
+        rotary_dim: leading dimensions of a head that are rotated; the rest passes through.
+        norm_eps: epsilon of every RMS norm.
+        qkv_bias: queries, keys and values have a bias.
+        out_bias: the attention's output projection has one.
+        delta: sizes of the linear attention layers, if there are any.
+
+    Example:
+        >>> config = ModelConfig.from_hf({
+        ...     "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        ...     "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5,
+        ...     "rope_theta": 100000, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+        ... })
+        >>> config.num_layers, config.head_dim, config.num_blocks
+        (30, 64, 30)
+    """
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layer_types: tuple[LayerType, ...]
+    tied: bool
+    max_positions: int
+    rope_theta: float
+    rotary_dim: int
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    delta: DeltaConfig | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def block(self) -> tuple[LayerType, ...]:
+        """Kinds of the shortest run of layers that, repeated, gives the whole decoder: one layer, or Qwen3.5's four."""
+        for size in range(1, self.num_layers + 1):
+            block = self.layer_types[:size]
+            if self.num_layers % size == 0 and block * (self.num_layers // size) == self.layer_types:
+                return block
+        raise AssertionError("unreachable: all layers together are a block")
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers // len(self.block)
+
+    @staticmethod
+    def load(folder: Path | str) -> ModelConfig:
+        """Read `folder`/config.json.
+
+        Raises:
+            ConfigError: there is none, it is not JSON, or it is not supported.
+        """
+        path = Path(folder) / "config.json"
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"expected a config.json in {folder}, found none; give the folder that holds a model's *.safetensors"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+        try:
+            return ModelConfig.from_hf(fields)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @staticmethod
+    def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
+        """Read the fields of a config.json, in the spelling of transformers 4 or 5.
+
+        Raises:
+            ConfigError: an architecture or option that is not supported, named; a field that is missing or wrong.
+        """
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"expected an object, got {type(fields).__name__}")
+        outer = fields
+        model_type = fields.get("model_type")
+        family = MODEL_TYPES.get(str(model_type))
+        if family is None:
+            raise ConfigError(f"`model_type` {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+        if isinstance(fields.get("text_config"), Mapping):  # the vision + text class
+            fields = {"tie_word_embeddings": outer.get("tie_word_embeddings"), **fields["text_config"]}
+        read = _Fields(fields)
+        _refuse_unsupported(read)
+        hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
+        if family == "qwen2":
+            head_dim = hidden // heads
+        else:
+            head_dim = read.size("head_dim", 256 if family == "qwen3_5" else 128 if family == "qwen3" else hidden // heads)
+        kv_heads = read.size("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ConfigError(
+                f"expected `num_attention_heads` to be a multiple of `num_key_value_heads`, got {heads}, {kv_heads}"
+            )
+        rope = read.rope()
+        partial = float(
+            rope.get("partial_rotary_factor") or read.get("partial_rotary_factor") or (0.25 if family == "qwen3_5" else 1.0)
+        )
+        rotary_dim = int(head_dim * partial)
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            raise ConfigError(f"`partial_rotary_factor` {partial} of a head of {head_dim} leaves no even number of dimensions")
+        layer_types = _layer_types(read, family)
+        # Tied where the field is absent is what each class's own default says.
+        tied = read.get("tie_word_embeddings")
+        bias = bool(read.get("attention_bias"))
+        return ModelConfig(
+            family=family,
+            vocab_size=read.size("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=read.size("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            layer_types=layer_types,
+            tied=bool(tied),
+            max_positions=read.size("max_position_embeddings", 32768),
+            rope_theta=float(rope.get("rope_theta") or read.get("rope_theta") or 10000.0),
+            rotary_dim=rotary_dim,
+            norm_eps=float(read.get("rms_norm_eps") or 1e-6),
+            qkv_bias=True if family == "qwen2" else bias,
+            out_bias=False if family == "qwen2" else bias,
+            delta=_delta(read) if "linear_attention" in layer_types else None,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of a config.json that says the same, in the spellings of transformers 4 and 5 at once.
+
+        Example:
+            >>> config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2, True, 512, 1e4, 32, 1e-6, False, False)
+            >>> ModelConfig.from_hf(config.to_hf()) == config
+            True
+        """
+        partial = self.rotary_dim / self.head_dim
+        names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5"}
+        fields: dict[str, Any] = {
+            "architectures": [f"{names[self.family]}ForCausalLM"],
+            "model_type": "qwen3_5_text" if self.family == "qwen3_5" else self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tied,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "use_cache": True,
+        }
+        if self.family != "qwen2":
+            fields["attention_bias"] = self.qkv_bias
+        if self.family == "llama":
+            fields["mlp_bias"] = False
+        else:
+            fields["layer_types"] = list(self.layer_types)
+        if self.family in ("qwen2", "qwen3"):
+            fields["use_sliding_window"] = False
+        if partial != 1.0 or self.family == "qwen3_5":
+            fields["partial_rotary_factor"] = fields["rope_parameters"]["partial_rotary_factor"] = partial
+        if self.delta is not None:
+            fields |= {
+                "linear_num_key_heads": self.delta.num_key_heads,
+                "linear_num_value_heads": self.delta.num_value_heads,
+                "linear_key_head_dim": self.delta.key_dim,
+                "linear_value_head_dim": self.delta.value_dim,
+                "linear_conv_kernel_dim": self.delta.kernel_size,
+            }
+        return fields
+
+
+class _Fields:
+    """Typed access to the fields of a config.json."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.get = fields.get
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"`{name}`: expected a positive whole number, got {value!r}")
+        return value
+
+    def rope(self) -> Mapping[str, Any]:
+        return self.get("rope_parameters") or self.get("rope_scaling") or {}
+
+
+def _refuse_unsupported(read: _Fields) -> None:
+    """Name every option that would change the numbers and is not implemented."""
+    rope = read.rope()
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    problems = []
+    if kind not in ("default", "mrope"):  # for text, mrope's three position rows are one and the same
+        problems.append(f"rope type {kind!r} (supported: 'default')")
+    if read.get("use_sliding_window") or "sliding_attention" in (read.get("layer_types") or ()):
+        problems.append("sliding-window attention")
+    if any(read.get(name) for name in ("num_experts", "num_local_experts", "moe_intermediate_size")):
+        problems.append("mixture of experts")
+    if (act := read.get("hidden_act") or "silu") not in ("silu", "swish"):
+        problems.append(f"`hidden_act` {act!r} (supported: 'silu')")
+    if read.get("mlp_bias"):
+        problems.append("`mlp_bias`")
+    if read.get("quantization_config"):
+        problems.append("quantised weights (`quantization_config`); save the model dequantised first")
+    if problems:
+        raise ConfigError(f"not supported: {'; '.join(problems)}")
+
+
+def _layer_types(read: _Fields, family: Family) -> tuple[LayerType, ...]:
+    num_layers = read.size("num_hidden_layers")
+    types = read.get("layer_types")
+    if types is None:
+        every = read.size("full_attention_interval", 4) if family == "qwen3_5" else 1
+        types = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(num_layers)]
+    allowed = ("full_attention", "linear_attention") if family == "qwen3_5" else ("full_attention",)
+    if len(types) != num_layers or not set(types) <= set(allowed):
+        raise ConfigError(f"`layer_types`: expected {num_layers} of {', '.join(allowed)}, got {types!r}")
+    return tuple(types)
+
+
+def _delta(read: _Fields) -> DeltaConfig:
+    delta = DeltaConfig(
+        num_key_heads=read.size("linear_num_key_heads", 16),
+        num_value_heads=read.size("linear_num_value_heads", 32),
+        key_dim=read.size("linear_key_head_dim", 128),
+        value_dim=read.size("linear_value_head_dim", 128),
+        kernel_size=read.size("linear_conv_kernel_dim", 4),
+    )
+    if delta.num_value_heads % delta.num_key_heads:
+        raise ConfigError(
+            "expected `linear_num_value_heads` to be a multiple of `linear_num_key_heads`, "
+            f"got {delta.num_value_heads}, {delta.num_key_heads}"
+        )
+    return delta

@@ -1,0 +1,104 @@
+"""The parts every decoder is made of: linear map, RMS norm, rotary embedding, gated MLP.
+
+Parameters of all blocks of a decoder are stacked along a leading axis, so that the blocks run under one `jax.lax.scan`;
+inside the scan each part sees its own slice. Attributes are named as in the checkpoints, weights keep the checkpoints'
+[out, in] layout.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from focus_jax.models.config import ModelConfig
+from focus_jax.models.sharding import Axis, normal, param
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b, computed in `dtype` from float32 parameters.
+
+    Args:
+        blocks: how many are stacked.
+        in_size: features of x.
+        out_size: features of y.
+        axes: mesh axes of W, (out, in).
+        bias: with a bias, 0 at first.
+        dtype: of the product.
+        key: typed PRNG key.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        in_size: int,
+        out_size: int,
+        axes: tuple[Axis, Axis],
+        *,
+        bias: bool = False,
+        dtype: jnp.dtype,
+        key: jax.Array,
+    ) -> None:
+        self.weight = param(normal(key, (blocks, out_size, in_size)), None, *axes)
+        self.bias = param(jnp.zeros((blocks, out_size)), None, axes[0]) if bias else None
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = matmul_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x W^T for x [..., in] and W [out, in]."""
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last axis, in float32, returned in the dtype of x.
+
+    `zero_centered` norms (Qwen3.5) keep the scale's offset from one, so that small offsets survive bfloat16.
+    """
+
+    def __init__(self, blocks: int, size: int, *, eps: float, zero_centered: bool) -> None:
+        self.weight = param(jnp.zeros((blocks, size)) if zero_centered else jnp.ones((blocks, size)), None, None)
+        self.eps = eps
+        self.zero_centered = zero_centered
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.weight[...].astype(jnp.float32)
+        return (normalize(x, self.eps) * (1 + scale if self.zero_centered else scale)).astype(x.dtype)
+
+
+def normalize(x: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) over the last axis, float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+
+
+def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, each float32 [..., rotary_dim / 2], of position * theta^(-2i / rotary_dim)."""
+    exponents = jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32) / config.rotary_dim
+    angles = positions[..., None].astype(jnp.float32) * (1 / config.rope_theta**exponents)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of x [..., heads, head_dim] by angles [..., rotary_dim / 2]; halves are paired, the rest passes."""
+    half = cos.shape[-1]
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, key: jax.Array) -> None:
+        blocks, width, wide = config.num_blocks, config.hidden_size, config.intermediate_size
+        gate, up, down = jax.random.split(key, 3)
+        self.gate_proj = Linear(blocks, width, wide, ("tensor", "fsdp"), dtype=dtype, key=gate)
+        self.up_proj = Linear(blocks, width, wide, ("tensor", "fsdp"), dtype=dtype, key=up)
+        self.down_proj = Linear(blocks, wide, width, ("fsdp", "tensor"), dtype=dtype, key=down)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,54 @@
+"""Where parameters and activations live on a mesh with the axes `fsdp` and `tensor`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+Axis = str | None
+
+
+def make_mesh(fsdp: int, tensor: int = 1) -> jax.sharding.Mesh:
+    """A mesh of `fsdp` x `tensor` devices.
+
+    Parameters are split over both axes, batches over `fsdp`, heads and the MLP's width over `tensor`.
+
+    Example:
+        >>> import jax
+        >>> with jax.set_mesh(make_mesh(1, 1)):
+        ...     pass  # models built here are split over it
+    """
+    available = len(jax.devices())
+    if fsdp * tensor > available or fsdp < 1 or tensor < 1:
+        raise ValueError(f"expected a mesh of at most {available} devices, got fsdp {fsdp} x tensor {tensor}")
+    auto = jax.sharding.AxisType.Auto
+    return jax.make_mesh((fsdp, tensor), ("fsdp", "tensor"), axis_types=(auto, auto), devices=jax.devices()[: fsdp * tensor])
+
+
+def spec(shape: tuple[int, ...], axes: tuple[Axis, ...]) -> PartitionSpec:
+    """`axes` without those the mesh lacks or that do not divide the dimension."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return PartitionSpec(
+        *(axis if axis in sizes and size % sizes[axis] == 0 else None for size, axis in zip(shape, axes, strict=True))
+    )
+
+
+def param(value: jax.Array, *axes: Axis) -> nnx.Param[jax.Array]:
+    """A parameter that knows how it is split; placed accordingly where a mesh is set (`jax.set_mesh`)."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+    return nnx.Param(value, out_sharding=spec(value.shape, axes), eager_sharding=True)
+
+
+def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
+    """Split an activation over the mesh; without a mesh, nothing."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(x.shape, axes))
+
+
+def normal(key: jax.Array, shape: tuple[int, ...], stddev: float = 0.02) -> jax.Array:
+    """Initial weights, float32."""
+    return stddev * jax.random.normal(key, shape, jnp.float32)
