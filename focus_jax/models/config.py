@@ -65,7 +65,7 @@ class ModelConfig:
         tied: the output head is the embedding.
         max_positions: longest sequence the checkpoint was made for.
         rope_theta: base of the rotary embedding.
-        rotary_dim: leading dimensions of a head that are rotated; the rest passes through.
+        partial_rotary: share of a head's dimensions, the leading ones, that is rotated; the rest passes through.
         norm_eps: epsilon of every RMS norm.
         qkv_bias: queries, keys and values have a bias.
         out_bias: the attention's output projection has one.
@@ -89,18 +89,23 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     layer_types: tuple[LayerType, ...]
-    tied: bool
-    max_positions: int
-    rope_theta: float
-    rotary_dim: int
-    norm_eps: float
-    qkv_bias: bool
-    out_bias: bool
+    tied: bool = False
+    max_positions: int = 32768
+    rope_theta: float = 1e4
+    partial_rotary: float = 1.0
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    out_bias: bool = False
     delta: DeltaConfig | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layer_types)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary)
 
     @property
     def block(self) -> tuple[LayerType, ...]:
@@ -187,7 +192,7 @@ class ModelConfig:
             tied=bool(tied),
             max_positions=read.size("max_position_embeddings", 32768),
             rope_theta=float(rope.get("rope_theta") or read.get("rope_theta") or 10000.0),
-            rotary_dim=rotary_dim,
+            partial_rotary=partial,
             norm_eps=float(read.get("rms_norm_eps") or 1e-6),
             qkv_bias=True if family == "qwen2" else bias,
             out_bias=False if family == "qwen2" else bias,
@@ -198,11 +203,10 @@ class ModelConfig:
         """The fields of a config.json that says the same, in the spellings of transformers 4 and 5 at once.
 
         Example:
-            >>> config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2, True, 512, 1e4, 32, 1e-6, False, False)
+            >>> config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2, tied=True)
             >>> ModelConfig.from_hf(config.to_hf()) == config
             True
         """
-        partial = self.rotary_dim / self.head_dim
         names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5"}
         fields: dict[str, Any] = {
             "architectures": [f"{names[self.family]}ForCausalLM"],
@@ -230,8 +234,8 @@ class ModelConfig:
             fields["layer_types"] = list(self.layer_types)
         if self.family in ("qwen2", "qwen3"):
             fields["use_sliding_window"] = False
-        if partial != 1.0 or self.family == "qwen3_5":
-            fields["partial_rotary_factor"] = fields["rope_parameters"]["partial_rotary_factor"] = partial
+        if self.partial_rotary != 1.0 or self.family == "qwen3_5":
+            fields["partial_rotary_factor"] = fields["rope_parameters"]["partial_rotary_factor"] = self.partial_rotary
         if self.delta is not None:
             fields |= {
                 "linear_num_key_heads": self.delta.num_key_heads,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from focus_jax.models.attention import LayerCache, Rows, attend, split_heads
 from focus_jax.models.config import LayerType, ModelConfig
@@ -28,13 +29,13 @@ class Cache:
     """
 
     length: jax.Array
-    blocks: tuple[tuple[LayerCache, ...], ...]
+    blocks: tuple[tuple[LayerCache | None, ...], ...]
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary embedding; Qwen3 also normalises each head of queries and keys."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, key: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, key: jax.Array) -> None:
         blocks, width, size = config.num_blocks, config.hidden_size, config.head_dim
         q, k, v, o = jax.random.split(key, 4)
         heads, kv_heads = config.num_heads * size, config.num_kv_heads * size
@@ -58,7 +59,7 @@ class Attention(nnx.Module):
 class Layer(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, kind: LayerType, *, dtype: jnp.dtype, key: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, kind: LayerType, *, dtype: DTypeLike, key: jax.Array) -> None:
         mixer, mlp = jax.random.split(key)
         zero_centered = config.family == "qwen3_5"
         self.input_layernorm = RMSNorm(config.num_blocks, config.hidden_size, eps=config.norm_eps, zero_centered=zero_centered)
@@ -84,14 +85,14 @@ class Layer(nnx.Module):
 class Block(nnx.Module):
     """The run of layers that repeats; its parameters are stacked over the repetitions."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, key: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, key: jax.Array) -> None:
         keys = jax.random.split(key, len(config.block))
         self.layers = nnx.List([Layer(config, kind, dtype=dtype, key=k) for kind, k in zip(config.block, keys, strict=True)])
 
     def __call__(
-        self, x: jax.Array, rows: Rows, caches: tuple[LayerCache, ...] | None = None
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        new = []
+        self, x: jax.Array, rows: Rows, caches: tuple[LayerCache | None, ...] | None = None
+    ) -> tuple[jax.Array, tuple[LayerCache | None, ...]]:
+        new: list[LayerCache | None] = []
         for layer, cache in zip(self.layers, caches or (None,) * len(self.layers), strict=True):
             x, cache = layer(x, rows, cache)
             new.append(cache)
@@ -109,7 +110,7 @@ class Decoder(nnx.Module):
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2, True, 512, 1e4, 32, 1e-6, False, False)
+        >>> config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2)
         >>> model = Decoder(config, key=jax.random.key(0))
         >>> model(jnp.array([[1, 2, 3]])).shape
         (1, 3, 64)
@@ -119,7 +120,7 @@ class Decoder(nnx.Module):
         self,
         config: ModelConfig,
         *,
-        dtype: jnp.dtype = jnp.dtype(jnp.float32),
+        dtype: DTypeLike = jnp.float32,
         remat: Callable[..., bool] | None = None,
         key: jax.Array,
     ) -> None:
@@ -217,7 +218,7 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
     return index - jax.lax.cummax(jnp.where(first, index, 0), axis=segment_ids.ndim - 1)
 
 
-def empty_cache(config: ModelConfig, num_rows: int, length: int, *, dtype: jnp.dtype = jnp.dtype(jnp.float32)) -> Cache:
+def empty_cache(config: ModelConfig, num_rows: int, length: int, *, dtype: DTypeLike = jnp.float32) -> Cache:
     """Room for `num_rows` sequences of at most `length` tokens."""
 
     def layer(kind: LayerType) -> LayerCache:

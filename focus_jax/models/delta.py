@@ -34,8 +34,7 @@ def gated_delta_rule(
         float32 [B, T, H, value_dim], and the state after the last token.
     """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    if state is None:
-        state = jnp.zeros((*k.shape[:1], *k.shape[2:], v.shape[-1]), jnp.float32)
+    initial = jnp.zeros((*k.shape[:1], *k.shape[2:], v.shape[-1]), jnp.float32) if state is None else state
     keep = jnp.exp(g)
     if segment_ids is not None:
         first = jnp.concatenate([jnp.zeros_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], 1)
@@ -48,5 +47,5 @@ def gated_delta_rule(
         state = state + k[..., :, None] * error[..., None, :]
         return state, jnp.einsum("bhkv,bhk->bhv", state, q)
 
-    state, out = jax.lax.scan(step, state, tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, keep, beta)))
-    return jnp.moveaxis(out, 0, 1), state
+    final, out = jax.lax.scan(step, initial, tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, keep, beta)))
+    return jnp.moveaxis(out, 0, 1), final

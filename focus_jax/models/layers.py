@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from focus_jax.models.config import ModelConfig
 from focus_jax.models.sharding import Axis, normal, param
@@ -36,7 +37,7 @@ class Linear(nnx.Module):
         axes: tuple[Axis, Axis],
         *,
         bias: bool = False,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         key: jax.Array,
     ) -> None:
         self.weight = param(normal(key, (blocks, out_size, in_size)), None, *axes)
@@ -93,7 +94,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, key: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, key: jax.Array) -> None:
         blocks, width, wide = config.num_blocks, config.hidden_size, config.intermediate_size
         gate, up, down = jax.random.split(key, 3)
         self.gate_proj = Linear(blocks, width, wide, ("tensor", "fsdp"), dtype=dtype, key=gate)

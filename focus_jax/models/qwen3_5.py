@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from focus_jax.models.attention import LayerCache, Rows, attend, split_heads
 from focus_jax.models.config import ModelConfig
@@ -16,7 +17,7 @@ from focus_jax.models.sharding import normal, param
 class GatedAttention(nnx.Module):
     """Grouped-query attention whose output is multiplied by sigmoid of a gate that is projected beside the queries."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, key: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, key: jax.Array) -> None:
         blocks, width, size = config.num_blocks, config.hidden_size, config.head_dim
         q, k, v, o = jax.random.split(key, 4)
         heads, kv_heads = config.num_heads * size, config.num_kv_heads * size
@@ -40,7 +41,7 @@ class GatedAttention(nnx.Module):
 class GatedDeltaNet(nnx.Module):
     """Linear attention by the gated delta rule, behind a short causal convolution."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, key: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, key: jax.Array) -> None:
         assert config.delta is not None
         blocks, width, sizes = config.num_blocks, config.hidden_size, config.delta
         heads, inner = sizes.num_value_heads, sizes.num_value_heads * sizes.value_dim
@@ -81,7 +82,7 @@ class GatedDeltaNet(nnx.Module):
 class Convolution(nnx.Module):
     """Causal depthwise convolution: y_t = sum_j weight_j x_(t - taps + 1 + j), within a segment."""
 
-    def __init__(self, blocks: int, channels: int, taps: int, *, dtype: jnp.dtype, key: jax.Array) -> None:
+    def __init__(self, blocks: int, channels: int, taps: int, *, dtype: DTypeLike, key: jax.Array) -> None:
         self.weight = param(normal(key, (blocks, channels, 1, taps), taps**-0.5), None, "tensor", None, None)
         self.dtype = dtype
 
