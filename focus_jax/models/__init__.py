@@ -1,7 +1,20 @@
 """Flax NNX decoders with the numbers of the published checkpoints."""
 
+from focus_jax.models.check import check_length, check_tokenizer, check_tokens
 from focus_jax.models.config import ConfigError, DeltaConfig, ModelConfig
 from focus_jax.models.decoder import Cache, Decoder, empty_cache, segment_positions
 from focus_jax.models.sharding import make_mesh
 
-__all__ = ["Cache", "ConfigError", "Decoder", "DeltaConfig", "ModelConfig", "empty_cache", "make_mesh", "segment_positions"]
+__all__ = [
+    "Cache",
+    "ConfigError",
+    "Decoder",
+    "DeltaConfig",
+    "ModelConfig",
+    "check_length",
+    "check_tokenizer",
+    "check_tokens",
+    "empty_cache",
+    "make_mesh",
+    "segment_positions",
+]

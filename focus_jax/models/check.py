@@ -1,0 +1,119 @@
+"""Cheap checks on the host, before any long computation: token ids, lengths, and whether a tokenizer fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from focus_jax.models.config import ModelConfig
+
+
+def check_tokens(config: ModelConfig, tokens: ArrayLike, segment_ids: ArrayLike | None = None) -> None:
+    """Refuse token ids beyond the vocabulary and sequences beyond the position limit.
+
+    JAX would clamp an id that is too large to the last row of the embedding, without a word.
+
+    Args:
+        config: the model's.
+        tokens: integers [..., T].
+        segment_ids: integers [..., T]: 0 is padding, whose ids may be anything; a run of equal positive numbers is one
+            sequence. None: every row is one sequence.
+
+    Raises:
+        ValueError: which row, where, what came, and what the model takes.
+
+    Example:
+        >>> config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2, max_positions=8)
+        >>> check_tokens(config, [[1, 2, -1]], [[1, 1, 0]])
+        >>> check_tokens(config, [[1, 512]])
+        Traceback (most recent call last):
+        ValueError: `tokens`: expected ids in [0, 512), got 512 at (0, 1); was it made with this model's tokenizer?
+    """
+    tokens = _integers("tokens", tokens)
+    valid: np.ndarray | None = None
+    if segment_ids is None:
+        longest = tokens.shape[-1]
+    else:
+        segment_ids = _integers("segment_ids", segment_ids)
+        if segment_ids.shape != tokens.shape:
+            raise ValueError(f"`segment_ids`: expected the shape of `tokens`, {tokens.shape}, got {segment_ids.shape}")
+        if (segment_ids < 0).any():
+            raise ValueError(f"`segment_ids`: expected 0 for padding, else positive numbers, got {segment_ids.min()}")
+        valid = segment_ids > 0
+        longest = _longest_segment(segment_ids) if tokens.shape[-1] > config.max_positions else 0
+    wrong = (tokens < 0) | (tokens >= config.vocab_size)
+    if valid is not None:
+        wrong &= valid
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"`tokens`: expected ids in [0, {config.vocab_size}), got {tokens[at]} at {at}; "
+            "was it made with this model's tokenizer?"
+        )
+    check_length(config, longest)
+
+
+def check_length(config: ModelConfig, length: int) -> None:
+    """Refuse a sequence of `length` tokens, those yet to be generated included, beyond the position limit.
+
+    Raises:
+        ValueError: it is longer than `config.max_positions`.
+
+    Example:
+        >>> config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2, max_positions=8)
+        >>> check_length(config, 9)
+        Traceback (most recent call last):
+        ValueError: expected sequences of at most 8 tokens (the checkpoint's `max_position_embeddings`), got 9; shorten it
+    """
+    if length > config.max_positions:
+        raise ValueError(
+            f"expected sequences of at most {config.max_positions} tokens (the checkpoint's `max_position_embeddings`), "
+            f"got {length}; shorten it"
+        )
+
+
+def check_tokenizer(config: ModelConfig, tokenizer: int | Any) -> None:
+    """Refuse a tokenizer that knows more tokens than the model has rows of its embedding.
+
+    Fewer are usual: embeddings are padded to round sizes.
+
+    Args:
+        config: the model's.
+        tokenizer: its number of tokens, or anything with a `len` or a `vocab_size`; `len` goes first, as it counts
+            tokens that were added.
+
+    Raises:
+        ValueError: it may answer ids the model does not have.
+
+    Example:
+        >>> config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2)
+        >>> check_tokenizer(config, 512)
+    """
+    size = tokenizer if isinstance(tokenizer, int) else len(tokenizer) if isinstance(tokenizer, Sized) else tokenizer.vocab_size
+    if size > config.vocab_size:
+        raise ValueError(
+            f"expected a tokenizer of at most {config.vocab_size} tokens, the rows of the model's embedding, got {size}; "
+            "take the one in the checkpoint's own folder"
+        )
+
+
+def _integers(name: str, values: ArrayLike) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"`{name}`: expected rows of one length, padded where shorter: {error}") from None
+    if array.ndim == 0 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"`{name}`: expected integers [..., T], got {array.dtype} of shape {array.shape}")
+    return array
+
+
+def _longest_segment(segment_ids: np.ndarray) -> int:
+    """Tokens of the longest run of equal positive numbers."""
+    rows = np.pad(segment_ids.reshape(-1, segment_ids.shape[-1]), ((0, 0), (1, 1)))
+    # A row starts and ends with padding, so that its runs begin and end at changes inside it.
+    edges = np.flatnonzero(np.diff(rows.ravel(), prepend=0))
+    lengths = np.diff(edges, append=rows.size)
+    return int(lengths[rows.ravel()[edges] > 0].max(initial=0))
