@@ -67,13 +67,13 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.
     if _has_flash_attention(q):
         if segment_ids is None:
             return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-        mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[:, None] >= index)
+        mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[:, None] >= index[None])[None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
 
     def visible(rows: jax.Array) -> jax.Array:
-        earlier = rows[:, None] >= index
+        earlier = (rows[:, None] >= index[None])[None]
         if segment_ids is None:
-            return earlier[None]
+            return earlier
         return earlier & (segment_ids[:, rows][:, :, None] == segment_ids[:, None, :])
 
     return _attend(q, k, v, visible)
@@ -94,14 +94,14 @@ def cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, start: ja
     index = jnp.arange(keys.shape[1])
 
     def visible(rows: jax.Array) -> jax.Array:
-        return (start[:, None] + rows)[:, :, None] >= index
+        return (start[:, None] + rows[None])[:, :, None] >= index[None, None]
 
     return _attend(q, keys, values, visible)
 
 
 def write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     """Put new [B, T, ...] into cache [B, S, ...] at positions start[b] + t; what does not fit is dropped."""
-    rows, index = jnp.arange(new.shape[0])[:, None], start[:, None] + jnp.arange(new.shape[1])
+    rows, index = jnp.arange(new.shape[0])[:, None], start[:, None] + jnp.arange(new.shape[1])[None]
     return cache.at[rows, index].set(new.astype(cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
@@ -123,7 +123,8 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: Callable[[jax.Arr
 
 
 def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="xla")
+    with jax.numpy_dtype_promotion("standard"):  # inside, half precision meets float32
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="xla")
 
 
 def _has_flash_attention(q: jax.Array) -> bool:

@@ -171,7 +171,7 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states [B, T, hidden_size] and the cache with the new tokens in it.
         """
-        step = jnp.arange(tokens.shape[1])
+        step = jnp.arange(tokens.shape[1])[None]
         valid = step < count[:, None]
         cos, sin = rotary_angles(cache.length[:, None] + step, self.config)
         rows = Rows(cos, sin, valid, start=cache.length)
@@ -213,7 +213,7 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
         >>> segment_positions(jnp.array([0, 1, 1, 2, 2, 2, 0])).tolist()
         [0, 0, 1, 0, 1, 2, 0]
     """
-    index = jnp.arange(segment_ids.shape[-1])
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[-1]), segment_ids.shape)
     first = jnp.concatenate([jnp.ones_like(segment_ids[..., :1], bool), segment_ids[..., 1:] != segment_ids[..., :-1]], -1)
     return index - jax.lax.cummax(jnp.where(first, index, 0), axis=segment_ids.ndim - 1)
 

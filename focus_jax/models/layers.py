@@ -46,7 +46,12 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = matmul_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+        return y if self.bias is None else y + like(self.bias[...].astype(self.dtype), y)
+
+
+def like(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """weight [n] with leading axes of size 1, to broadcast over x [..., n]."""
+    return jnp.expand_dims(weight, tuple(range(x.ndim - weight.ndim)))
 
 
 def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -66,7 +71,7 @@ class RMSNorm(nnx.Module):
         self.zero_centered = zero_centered
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.weight[...].astype(jnp.float32)
+        scale = like(self.weight[...].astype(jnp.float32), x)
         return (normalize(x, self.eps) * (1 + scale if self.zero_centered else scale)).astype(x.dtype)
 
 
@@ -79,7 +84,8 @@ def normalize(x: jax.Array, eps: float) -> jax.Array:
 def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine, each float32 [..., rotary_dim / 2], of position * theta^(-2i / rotary_dim)."""
     exponents = jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32) / config.rotary_dim
-    angles = positions[..., None].astype(jnp.float32) * (1 / config.rope_theta**exponents)
+    positions = positions[..., None].astype(jnp.float32)
+    angles = positions * like(1 / config.rope_theta**exponents, positions)
     return jnp.cos(angles), jnp.sin(angles)
 
 

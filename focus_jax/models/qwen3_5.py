@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from focus_jax.models.attention import LayerCache, Rows, attend, split_heads
 from focus_jax.models.config import ModelConfig
 from focus_jax.models.delta import gated_delta_rule
-from focus_jax.models.layers import Linear, RMSNorm, normalize, rotate
+from focus_jax.models.layers import Linear, RMSNorm, like, normalize, rotate
 from focus_jax.models.sharding import normal, param
 
 
@@ -69,7 +69,8 @@ class GatedDeltaNet(nnx.Module):
         repeat = sizes.num_value_heads // sizes.num_key_heads
         q, k = (jnp.repeat(l2_normalize(split_heads(w, sizes.key_dim)), repeat, axis=-2) for w in (q, k))
         beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
-        g = -jnp.exp(self.A_log[...]) * jax.nn.softplus(self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...])
+        a = self.in_proj_a(x).astype(jnp.float32)
+        g = -like(jnp.exp(self.A_log[...]), a) * jax.nn.softplus(a + like(self.dt_bias[...], a))
         if rows.valid is not None:  # padding neither forgets nor stores
             beta, g = (jnp.where(rows.valid[..., None], w, 0) for w in (beta, g))
         v = split_heads(v, sizes.value_dim)
@@ -99,14 +100,14 @@ class Convolution(nnx.Module):
             if rows.segment_ids is not None and back:
                 segments = jnp.pad(rows.segment_ids, ((0, 0), (back, 0)))[:, :length]
                 u = jnp.where((segments == rows.segment_ids)[..., None], u, 0)
-            y = y + u * weight[:, j]
+            y = y + u * like(weight[:, j], u)
         return y
 
 
 def last_inputs(before: jax.Array, x: jax.Array, valid: jax.Array) -> jax.Array:
     """The convolution inputs that the next token will need: the last before [B, n, C] and the valid x [B, T, C]."""
     size, count = before.shape[1], valid.sum(1)
-    index = count[:, None] + jnp.arange(size)
+    index = count[:, None] + jnp.arange(size)[None]
     return jnp.take_along_axis(jnp.concatenate([before, x.astype(before.dtype)], 1), index[..., None], axis=1)
 
 
@@ -118,7 +119,7 @@ class GatedRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
-        return normalize(x, self.eps) * self.weight[...] * jax.nn.silu(gate.astype(jnp.float32))
+        return normalize(x, self.eps) * like(self.weight[...], x) * jax.nn.silu(gate.astype(jnp.float32))
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -47,6 +49,12 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(x.shape, axes))
+
+
+def mesh_of(tree: Any) -> jax.sharding.Mesh | None:
+    """The mesh that the arrays of a model are split over, or None where they live on one device."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    return next((s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)), None)
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], stddev: float = 0.02) -> jax.Array:
