@@ -5,23 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import heapq
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.figures import Figure, in_turns, show
 from focus_jax import OutcomeStats, RolloutTrees, allocate, backup, benefit, pack
 
 KAPPA, GAMMA = 1.0, 0.99
@@ -40,40 +35,11 @@ class Kernels:
     """Also write the figures to this JSON file."""
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One measured number beside its target; "at least" and "at most" say which side is good."""
-
-    name: str
-    value: float
-    unit: str
-    bound: str = ""
-    target: float | None = None
-
-    @property
-    def met(self) -> bool | None:
-        if self.target is None:
-            return None
-        return self.value >= self.target if self.bound == "at least" else self.value <= self.target
-
-
 def main(config: Kernels) -> None:
     """Run the benchmark and print its table."""
     keep_freed_memory()
     figures = backup_figures(config) + compile_figures(config) + allocate_figures(config)
-    console = Console()
-    setting = machine()
-    table = Table("figure", "measured", "target", "", title=f"kernels: {config.num_trees} trees x {config.num_nodes} nodes")
-    for figure in figures:
-        target = "" if figure.target is None else f"{figure.bound} {figure.target:g}"
-        met = {None: "", True: "[green]met", False: "[red]MISSED"}[figure.met]
-        table.add_row(figure.name, f"{figure.value:,.2f} {figure.unit}", target, met)
-    console.print(table)
-    console.print("  ".join(f"{name} {value}" for name, value in setting.items()), highlight=False)
-    if config.output is not None:
-        report = {"config": asdict(replace(config, output=None)), "machine": setting}
-        rows = [asdict(figure) | {"met": figure.met} for figure in figures]
-        config.output.write_text(json.dumps(report | {"figures": rows}, indent=1) + "\n")
+    show(f"kernels: {config.num_trees} trees x {config.num_nodes} nodes", figures, config, output=config.output)
 
 
 def backup_figures(config: Kernels) -> list[Figure]:
@@ -163,19 +129,6 @@ def allocate_figures(config: Kernels) -> list[Figure]:
         Figure(f"allocate {config.num_picks} / benefit", times["allocate"] / times["benefit"], "x", "at most", 5),
         Figure(f"heap / allocate {config.num_picks}", times["heap"] / times["allocate"], "x", "at least", 50),
     ]
-
-
-def in_turns(contestants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, taking turns so that a slow spell of the machine hits all of them."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, f in contestants.items():
-            jax.block_until_ready(f())  # untimed: the memory and the caches of the one before
-            for _ in range(3):
-                start = time.perf_counter()
-                jax.block_until_ready(f())
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def random_trees(rng: np.random.Generator, num_trees: int, num_nodes: int) -> RolloutTrees:
@@ -282,19 +235,3 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def machine() -> dict[str, str]:
-    """Hardware and versions the numbers belong to."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        processor = platform.processor() or platform.machine()
-    versions = {}
-    for name in ("jax", "jaxlib", "numpy", "numba"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "missing"
-    return {"processor": processor, "cores": str(os.cpu_count()), "python": platform.python_version(), **versions}
