@@ -1,13 +1,17 @@
 """Flax NNX decoders with the numbers of the published checkpoints."""
 
 from focus_jax.models.check import check_length, check_tokenizer, check_tokens
+from focus_jax.models.checkpoint import CheckpointError, checkpoint_name, parameter_path
 from focus_jax.models.config import ConfigError, DeltaConfig, ModelConfig
 from focus_jax.models.critic import FlaxCritic, ValueModel, is_value_head, last_values, linear, segment_ends, without_head
 from focus_jax.models.decoder import Cache, Decoder, empty_cache, segment_positions
+from focus_jax.models.save import save_hf
 from focus_jax.models.sharding import make_mesh
+from focus_jax.models.weights import load_hf
 
 __all__ = [
     "Cache",
+    "CheckpointError",
     "ConfigError",
     "Decoder",
     "DeltaConfig",
@@ -17,11 +21,15 @@ __all__ = [
     "check_length",
     "check_tokenizer",
     "check_tokens",
+    "checkpoint_name",
     "empty_cache",
     "is_value_head",
     "last_values",
     "linear",
+    "load_hf",
     "make_mesh",
+    "parameter_path",
+    "save_hf",
     "segment_ends",
     "segment_positions",
     "without_head",
