@@ -136,3 +136,37 @@ def token_entropy(logprobs: Sequence[float], mask: Sequence[bool], window: int) 
         return 0.0
     length = min(window, len(surprise))
     return max(sum(surprise[i : i + length]) / length for i in range(len(surprise) - length + 1))
+
+
+def gated_delta_rule(q, k, v, g, beta, segment_ids=None, state=None):
+    """Token after token: the state forgets, corrects what it holds for the key, and answers the query."""
+    batch, length, heads, value_dim = v.shape
+    out, last = np.zeros(v.shape), np.zeros((batch, heads, k.shape[-1], value_dim))
+    for b in range(batch):
+        for h in range(heads):
+            key_head = h // (heads // k.shape[2])
+            s = last[b, h] if state is None else np.array(state[b, h], np.float64)
+            for t in range(length):
+                if segment_ids is not None and t and segment_ids[b, t] != segment_ids[b, t - 1]:
+                    s = np.zeros_like(s)
+                key, query = (np.asarray(x[b, t, key_head], np.float64) for x in (k, q))
+                s = s * math.exp(g[b, t, h])
+                s = s + np.outer(key, float(beta[b, t, h]) * (np.asarray(v[b, t, h], np.float64) - s.T @ key))
+                out[b, t, h] = s.T @ query
+            last[b, h] = s
+    return out, last
+
+
+def attention(q, k, v, segment_ids=None):
+    """Each token over itself and those before it in its segment."""
+    batch, length, heads, size = q.shape
+    out = np.zeros(q.shape)
+    for b in range(batch):
+        for h in range(heads):
+            head = h // (heads // k.shape[2])
+            for t in range(length):
+                seen = [s for s in range(t + 1) if segment_ids is None or segment_ids[b, s] == segment_ids[b, t]]
+                scores = np.array([np.dot(q[b, t, h].astype(float), k[b, s, head].astype(float)) for s in seen]) / math.sqrt(size)
+                weights = np.exp(scores - scores.max())
+                out[b, t, h] = sum(w * v[b, s, head].astype(float) for w, s in zip(weights / weights.sum(), seen, strict=True))
+    return out
