@@ -5,6 +5,7 @@ from focus_jax.models.checkpoint import CheckpointError, checkpoint_name, parame
 from focus_jax.models.config import ConfigError, DeltaConfig, ModelConfig
 from focus_jax.models.critic import FlaxCritic, ValueModel, is_value_head, last_values, linear, segment_ends, without_head
 from focus_jax.models.decoder import Cache, Decoder, empty_cache, segment_positions
+from focus_jax.models.lora import LoRALinear, add_lora, merge_lora, save_peft
 from focus_jax.models.save import save_hf
 from focus_jax.models.sharding import make_mesh
 from focus_jax.models.weights import load_hf
@@ -16,8 +17,10 @@ __all__ = [
     "Decoder",
     "DeltaConfig",
     "FlaxCritic",
+    "LoRALinear",
     "ModelConfig",
     "ValueModel",
+    "add_lora",
     "check_length",
     "check_tokenizer",
     "check_tokens",
@@ -28,8 +31,10 @@ __all__ = [
     "linear",
     "load_hf",
     "make_mesh",
+    "merge_lora",
     "parameter_path",
     "save_hf",
+    "save_peft",
     "segment_ends",
     "segment_positions",
     "without_head",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 Axis = str | None
+Tree = TypeVar("Tree")
 
 
 def make_mesh(fsdp: int, tensor: int = 1) -> jax.sharding.Mesh:
@@ -37,11 +38,11 @@ def spec(shape: tuple[int, ...], axes: tuple[Axis, ...]) -> PartitionSpec:
     )
 
 
-def param(value: jax.Array, *axes: Axis) -> nnx.Param[jax.Array]:
+def param(value: jax.Array, *axes: Axis, kind: type[nnx.Param[jax.Array]] = nnx.Param) -> nnx.Param[jax.Array]:
     """A parameter that knows how it is split; placed accordingly where a mesh is set (`jax.set_mesh`)."""
     if jax.sharding.get_abstract_mesh().empty:
-        return nnx.Param(value, out_sharding=axes, eager_sharding=False)
-    return nnx.Param(value, out_sharding=spec(value.shape, axes), eager_sharding=True)
+        return kind(value, out_sharding=axes, eager_sharding=False)
+    return kind(value, out_sharding=spec(value.shape, axes), eager_sharding=True)
 
 
 def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
@@ -49,6 +50,34 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(x.shape, axes))
+
+
+def keep_sharded(tree: Tree) -> Tree:
+    """Split every parameter, gradient and moment in a tree of `nnx.Variable`s as its parameter is, the rest not at all.
+
+    For use inside jit: left to itself, a compiler may swap the axes of a gradient, and then of the updated parameter.
+    """
+
+    def keep(variable: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
+        value = variable[...]
+        axes = variable.get_metadata().get("out_sharding") or ()
+        axes = tuple(axes) if len(axes) == value.ndim else (None,) * value.ndim
+        return variable.replace(constrain(value, *axes))
+
+    return jax.tree.map(keep, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def shard_rows(batch: Tree) -> Tree:
+    """Put a batch on the mesh that is set, its leading axis split over `fsdp`; without a mesh, on the device."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return jax.tree.map(jnp.asarray, batch)
+    mesh = jax.sharding.get_mesh()
+    axes = ("fsdp",)
+
+    def put(x: Any) -> jax.Array:
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec(x.shape[:1], axes[: x.ndim])))
+
+    return jax.tree.map(put, batch)
 
 
 def mesh_of(tree: Any) -> jax.sharding.Mesh | None:
