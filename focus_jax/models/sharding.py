@@ -60,11 +60,30 @@ def keep_sharded(tree: Tree) -> Tree:
 
     def keep(variable: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
         value = variable[...]
-        axes = variable.get_metadata().get("out_sharding") or ()
-        axes = tuple(axes) if len(axes) == value.ndim else (None,) * value.ndim
-        return variable.replace(constrain(value, *axes))
+        return variable.replace(constrain(value, *_axes(variable, value.ndim)))
 
     return jax.tree.map(keep, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def abstract(tree: Tree) -> Tree:
+    """Shapes and dtypes (`jax.eval_shape`) of `nnx.Variable`s, with where each would live on the mesh that is set.
+
+    What `jit(...).lower` takes to compile for arrays that are never made.
+    """
+    mesh = jax.sharding.get_mesh()
+
+    def place(variable: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
+        value = variable.get_value()
+        sharding = jax.sharding.NamedSharding(mesh, spec(value.shape, _axes(variable, value.ndim)))
+        return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+
+    return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def _axes(variable: nnx.Variable[jax.Array], num_axes: int) -> tuple[Axis, ...]:
+    """How the variable is annotated; moments that are not shaped like their parameter are not split."""
+    axes = tuple(variable.get_metadata().get("out_sharding") or ())
+    return axes if len(axes) == num_axes else (None,) * num_axes
 
 
 def shard_rows(batch: Tree) -> Tree:
