@@ -16,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Tokens per chunk: long enough for products that keep a matrix unit busy, short enough for the quadratic part to be small.
 CHUNK = 64
@@ -104,9 +105,8 @@ def _chunked(
 
     # Sums over the tokens between j and i, each on its own: differences of cumulative sums would lose the small decays
     # that follow a strong one. As nothing but decays is summed, no exponent is positive.
-    at = jnp.arange(chunk)
-    i, j, t = jnp.ix_(at, at, at)
-    between = ((j < t) & (t <= i)).astype(jnp.float32)
+    i, j, t = np.ix_(*(np.arange(chunk),) * 3)
+    between = ((j < t) & (t <= i)).astype(np.float32)
     pair = jnp.tril(jnp.exp(_einsum("nbhgt,ijt->nbhgij", g, between)))
     start = jnp.exp(_einsum("nbhgt,it->nbhgi", g, jnp.tri(chunk)))
     if segment_ids is not None:
@@ -143,14 +143,17 @@ def invert(a: jax.Array) -> jax.Array:
     """
     size = a.shape[-1]
     block = min(INVERSE_BLOCK, size)
+    # Small blocks stay in their place, as a matrix unit takes no smaller ones; large ones are cut out.
     diagonal = jnp.stack([a[..., i : i + block, i : i + block] for i in range(0, size, block)], -3)
-    x = jnp.broadcast_to(jnp.eye(block), diagonal.shape)
-    at = jnp.arange(block)
-    half = 1
-    while half < block:  # small blocks stay in their place: a matrix unit takes no smaller ones
-        same, same_half = (at[:, None] // n == at[None] // n for n in (2 * half, half))
-        x = x - _product(x, jnp.where(jnp.broadcast_to(same & ~same_half, x.shape), diagonal, 0), x)
-        half *= 2
+    at = np.arange(block)
+    halves = np.array([2**level for level in range(block.bit_length() - 1)]).reshape(-1, 1, 1)
+    below = (at[:, None] // halves == at // halves + 1) & (at[:, None] // halves % 2 == 1)
+
+    def double(x: jax.Array, below: jax.Array) -> tuple[jax.Array, None]:
+        return x - _product(x, jnp.where(jnp.broadcast_to(below, x.shape), diagonal, 0), x), None
+
+    x, _ = jax.lax.scan(double, jnp.broadcast_to(jnp.eye(block), diagonal.shape), below)
+    half = block
     while half < size:
         cross = jnp.stack([a[..., i + half : i + 2 * half, i : i + half] for i in range(0, size, 2 * half)], -3)
         top, bottom = x[..., 0::2, :, :], x[..., 1::2, :, :]
