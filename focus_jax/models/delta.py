@@ -60,11 +60,12 @@ def gated_delta_rule(
     """
     q, k, v, g, beta = (x.astype(jnp.float32) for x in (q, k, v, g, beta))
     if state is None:
-        state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
+        state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+    state = state.astype(jnp.float32)
     if v.shape[1] == 1:
-        out, state = _step(*(x[:, 0] for x in (q, k, v, g, beta)), state)
+        out, state = _step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
         return out[:, None], state
-    return _chunked(q, k, v, g, beta, segment_ids, state.astype(jnp.float32))
+    return _chunked(q, k, v, g, beta, segment_ids, state)
 
 
 def _step(
