@@ -2,6 +2,7 @@
 
 from focus_jax.advantages import grpo_advantages, leave_one_out_advantages, segment_advantages, vineppo_advantages
 from focus_jax.backup import Backup, backup, refine
+from focus_jax.losses import kl_penalty, policy_loss, value_loss
 from focus_jax.metrics import Interval, paired_bootstrap, value_error
 from focus_jax.scheduling import (
     Allocation,
@@ -36,6 +37,9 @@ __all__ = [  # noqa: RUF022  in the order one meets them
     "allocate",
     "Allocation",
     "token_entropy",
+    "policy_loss",
+    "value_loss",
+    "kl_penalty",
     "value_error",
     "paired_bootstrap",
     "Interval",

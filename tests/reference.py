@@ -170,3 +170,79 @@ def attention(q, k, v, segment_ids=None):
                 weights = np.exp(scores - scores.max())
                 out[b, t, h] = sum(w * v[b, s, head].astype(float) for w, s in zip(weights / weights.sum(), seen, strict=True))
     return out
+
+
+def policy_loss(
+    logprobs: Sequence[float],
+    old: Sequence[float],
+    advantages: Sequence[float],
+    mask: Sequence[bool],
+    weights: Sequence[float],
+    low: float = 0.2,
+    high: float = 0.2,
+    sampler: Sequence[float] | None = None,
+    max_importance: float = 2.0,
+) -> tuple[float, float]:
+    total, weight = 0.0, 0.0
+    for t, there in enumerate(mask):
+        if not there:
+            continue
+        before = old[t] if math.isfinite(old[t]) else logprobs[t]
+        ratio = math.exp(logprobs[t] - before)
+        clipped = min(max(ratio, 1 - low), 1 + high)
+        surrogate = min(ratio * advantages[t], clipped * advantages[t])
+        if sampler is not None and math.isfinite(sampler[t]):
+            surrogate *= min(math.exp(before - sampler[t]), max_importance)
+        total -= weights[t] * surrogate
+        weight += weights[t]
+    return total, weight
+
+
+def value_loss(
+    values: Sequence[float],
+    targets: Sequence[float],
+    mask: Sequence[bool],
+    weights: Sequence[float],
+    old: Sequence[float] | None = None,
+    clip: float = 0.0,
+) -> tuple[float, float]:
+    total, weight = 0.0, 0.0
+    for i, there in enumerate(mask):
+        if there:
+            error = (values[i] - targets[i]) ** 2
+            if old is not None:
+                error = max(error, (min(max(values[i], old[i] - clip), old[i] + clip) - targets[i]) ** 2)
+            total += weights[i] * error
+            weight += weights[i]
+    return total, weight
+
+
+def kl_penalty(
+    logprobs: Sequence[float], reference: Sequence[float], mask: Sequence[bool], weights: Sequence[float]
+) -> tuple[float, float]:
+    total, weight = 0.0, 0.0
+    for t, there in enumerate(mask):
+        if there:
+            d = reference[t] - logprobs[t]
+            total += weights[t] * (math.exp(d) - 1 - d)
+            weight += weights[t]
+    return total, weight
+
+
+def token_scores(hidden: np.ndarray, head: np.ndarray, target: int, temperature: float) -> tuple[float, float]:
+    """Log-probability of one token and the entropy, for one state [D] and the whole head [V, D]."""
+    logits = head.astype(np.float64) @ hidden.astype(np.float64) / temperature
+    logp = logits - logits.max() - math.log(np.exp(logits - logits.max()).sum())
+    return float(logp[target]), float(-(np.exp(logp) * logp).sum())
+
+
+def token_scores_gradient(
+    hidden: np.ndarray, head: np.ndarray, target: int, temperature: float, d_logprob: float, d_entropy: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gradients of d_logprob * log-probability + d_entropy * entropy, [D] and [V, D], through the softmax's Jacobian."""
+    logits = head.astype(np.float64) @ hidden.astype(np.float64) / temperature
+    p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    jacobian = np.diag(p) - np.outer(p, p)
+    d_p = np.where(np.arange(len(p)) == target, d_logprob / p, 0.0) - d_entropy * (np.log(p) + 1)
+    d_logits = jacobian @ d_p / temperature
+    return d_logits @ head.astype(np.float64), np.outer(d_logits, hidden.astype(np.float64))
