@@ -7,6 +7,7 @@ from focus_jax.models.critic import FlaxCritic, ValueModel, is_value_head, last_
 from focus_jax.models.decoder import Cache, Decoder, empty_cache, segment_positions
 from focus_jax.models.lora import LoRALinear, add_lora, merge_lora, save_peft
 from focus_jax.models.save import save_hf
+from focus_jax.models.scoring import TokenScores, score, token_logprobs
 from focus_jax.models.sharding import make_mesh
 from focus_jax.models.weights import load_hf
 
@@ -19,6 +20,7 @@ __all__ = [
     "FlaxCritic",
     "LoRALinear",
     "ModelConfig",
+    "TokenScores",
     "ValueModel",
     "add_lora",
     "check_length",
@@ -35,7 +37,9 @@ __all__ = [
     "parameter_path",
     "save_hf",
     "save_peft",
+    "score",
     "segment_ends",
     "segment_positions",
+    "token_logprobs",
     "without_head",
 ]
