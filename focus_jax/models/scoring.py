@@ -63,11 +63,13 @@ def score(model: Decoder, tokens: jax.Array, segment_ids: jax.Array | None = Non
         >>> (scores.logprobs < 0).tolist()
         [[False, True, True, False, True, False]]
     """
-    _check("tokens", tokens, tokens.shape if tokens.ndim == 2 else (..., "T"), jnp.integer)
+    _check("tokens", tokens, tokens.shape if tokens.ndim == 2 else ("B", "T"), jnp.integer)
+    tokens = jnp.asarray(tokens)
     if segment_ids is None:
         follows = jnp.ones(tokens[:, 1:].shape, bool)
     else:
         _check("segment_ids", segment_ids, tokens.shape, jnp.integer)
+        segment_ids = jnp.asarray(segment_ids)
         follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
     # The state at t predicts the token at t + 1; the last one predicts nothing, but keeps the rows whole.
     targets, mask = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens[:, 1:], follows))
@@ -136,9 +138,9 @@ def _token_logprobs(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array | None, temperature: float, chunk: tuple[int, int]
 ) -> TokenScores:
     shape, count = targets.shape, targets.size
-    hidden, targets = hidden.reshape(count, -1), targets.reshape(-1)
+    hidden, targets = hidden.reshape(count, hidden.shape[-1]), targets.reshape(count)
     if mask is not None:
-        mask = mask.reshape(-1)
+        mask = mask.reshape(count)
         hidden, targets = jnp.where(mask[:, None], hidden, 0), jnp.where(mask, targets, 0)
     plan = _plan(count, head.shape, temperature, chunk)
     padding = -count % plan.multiple
@@ -165,7 +167,7 @@ def _plan(count: int, head: tuple[int, ...], temperature: float, chunk: tuple[in
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: size for axis, size in mesh.shape.items() if axis in mesh.auto_axes}
     fsdp, tensor = sizes.get("fsdp", 1), sizes.get("tensor", 1)
-    blocks = -(-count // (chunk[0] * fsdp))
+    blocks = max(-(-count // (chunk[0] * fsdp)), 1)
     splits = head[0] % tensor == 0
     return _Plan(
         temperature=temperature,
