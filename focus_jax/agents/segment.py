@@ -54,8 +54,8 @@ class SegmentBuilder:
     _num_calls: int = 0
     _num_generated: int = 0
     _pending_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    # ids; log-probabilities, None where observed; whether a task turn; policy version
-    _spans: list[tuple[np.ndarray, np.ndarray | None, bool, int]] = field(default_factory=list)
+    # position in the context; log-probabilities; whether a task turn; policy version
+    _replies: list[tuple[int, np.ndarray, bool, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.context = self.state.context
@@ -136,7 +136,8 @@ class SegmentBuilder:
                 f"`max_tokens`: asked for at most {limit}, the sampler answered {num_tokens}", num_tokens=num_tokens
             )
         self._num_generated += num_tokens
-        self._add(np.asarray(sample.ids, np.int32), np.asarray(sample.logprobs, np.float32), task, sample.policy_version)
+        self._replies.append((len(self.context), sample.logprobs, task, sample.policy_version))
+        self._add(np.asarray(sample.ids, np.int32))
         return sample
 
     def add_transition(self, reward: float, num_transitions: int) -> None:
@@ -188,14 +189,19 @@ class SegmentBuilder:
             resumable: whether there is one.
         """
         self._flush()
-        empty = (np.zeros(0, np.int32), None, False, -1)
-        spans = self._spans or [empty]
+        start = len(self.state.context)
+        token_ids = self.context[start:].copy()
+        generated, task = np.zeros(len(token_ids), bool), np.zeros(len(token_ids), bool)
+        logprobs, versions = np.zeros(len(token_ids), np.float32), np.full(len(token_ids), -1, np.int32)
+        for position, reply_logprobs, is_task, version in self._replies:
+            span = slice(position - start, position - start + len(reply_logprobs))
+            generated[span], task[span], logprobs[span], versions[span] = True, is_task, reply_logprobs, version
         segment = Segment(
-            token_ids=_frozen(np.concatenate([ids for ids, *_ in spans])),
-            generated=_frozen(np.concatenate([np.full(len(ids), lp is not None) for ids, lp, *_ in spans])),
-            task=_frozen(np.concatenate([np.full(len(ids), task) for ids, _, task, _ in spans])),
-            logprobs=_frozen(np.concatenate([np.zeros(len(ids), np.float32) if lp is None else lp for ids, lp, *_ in spans])),
-            versions=_frozen(np.concatenate([np.full(len(ids), version, np.int32) for ids, _, _, version in spans])),
+            token_ids=_frozen(token_ids),
+            generated=_frozen(generated),
+            task=_frozen(task),
+            logprobs=_frozen(logprobs),
+            versions=_frozen(versions),
             reward=self.reward,
             num_steps=self.num_steps,
             status=status,
@@ -214,11 +220,10 @@ class SegmentBuilder:
 
     def _flush(self) -> None:
         if len(self._pending_ids) and self.num_tokens <= self.sampler.context_length:
-            self._add(self._pending_ids, None, False, -1)
+            self._add(self._pending_ids)
         self.drop_pending()
 
-    def _add(self, ids: np.ndarray, logprobs: np.ndarray | None, task: bool, version: int) -> None:
-        self._spans.append((ids, logprobs, task, version))
+    def _add(self, ids: np.ndarray) -> None:
         self.context = _frozen(np.concatenate([self.context, ids]))
 
     def _require_open(self) -> None:
