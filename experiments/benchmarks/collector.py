@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import json
 import random
 import tempfile
 import time
@@ -13,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.figures import Figure, show
 from focus_jax.agents import Action, Agent, ChatRenderer, Message, Observation, Sample, SamplingParams
 from focus_jax.collection import Budget, Pass, RandomCritic, RootRollouts, ValueRefinement, collect
 from focus_jax.sampling import ByteTokenizer
@@ -38,8 +36,7 @@ class Collector:
 
 def main(config: Collector) -> None:
     """Run the benchmark and print its table."""
-    console = Console()
-    sampler = SimulatedSampler(config.latency)
+    sampler = SimulatedSampler(config.latency, seed=config.seed)
     agent = Agent(
         sampler,
         ChatRenderer(sampler.tokenizer),
@@ -56,7 +53,7 @@ def main(config: Collector) -> None:
     tasks = {f"p{i}": i for i in range(config.num_problems)}
     with tempfile.TemporaryDirectory() as folder:
         wall, cpu = time.perf_counter(), time.process_time()
-        round_ = asyncio.run(
+        asyncio.run(
             collect(
                 agent,
                 RandomCritic(config.seed),
@@ -72,22 +69,15 @@ def main(config: Collector) -> None:
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     durations = sampler.durations()
     ideal = ideal_wall(durations, config.num_workers)
-    figures = {
-        "continuations": sum(ledger.continuations for group in round_.ledgers for ledger in group),
-        "nodes": sum(len(t) for t in round_.trees if t),
-        "calls": sampler.num_calls,
-        "wall_s": wall,
-        "ideal_wall_s": ideal,
-        "share_of_ideal": ideal / wall,
-        "cpu_ms_per_continuation": 1e3 * cpu / len(durations),
-    }
-    table = Table("figure", "value", title=f"collector: {config.num_workers} workers, calls of {config.latency} s on average")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
-    console.print(table)
-    console.print(f"target: share_of_ideal at least 0.95: {'met' if ideal / wall >= 0.95 else 'MISSED'}", highlight=False)
-    if config.output is not None:
-        config.output.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = [
+        Figure("share of the ideal wall time", 100 * ideal / wall, "%", "at least", 95),
+        Figure("wall time", wall, "s"),
+        Figure("ideal wall time", ideal, "s"),
+        Figure("CPU time of a continuation, all threads", 1e3 * cpu / len(durations), "ms"),
+        Figure("calls of a continuation", sampler.num_calls / len(durations), ""),
+    ]
+    title = f"collector: {config.num_workers} workers, {len(durations):,} continuations, calls of {config.latency} s on average"
+    show(title, figures, config, output=config.output)
 
 
 def ideal_wall(durations: list[float], num_workers: int) -> float:
@@ -99,25 +89,28 @@ def ideal_wall(durations: list[float], num_workers: int) -> float:
 
 
 class SimulatedSampler:
-    """Replies after an exponential latency; both are drawn from the request's seed."""
+    """Replies after an exponential latency; replies and latencies are drawn beforehand, and a request's seed takes one."""
 
     context_length = 1 << 20
 
-    def __init__(self, latency: float) -> None:
-        self.latency = latency
+    def __init__(self, latency: float, max_tokens: int = 16, seed: int = 0) -> None:
         self.tokenizer = ByteTokenizer()
         self.num_calls = 0
+        draw = random.Random(seed)
+        texts = ["".join(draw.choices("abcdefgh", k=max_tokens - 1)) for _ in range(1 << 12)]
+        self._replies = [(draw.expovariate(1 / latency), self._reply(text)) for text in texts]
         self._latencies: defaultdict[asyncio.Task[object], float] = defaultdict(float)
 
     async def sample(self, prompt_ids: np.ndarray, params: SamplingParams) -> Sample:
-        draw = random.Random(params.seed)
-        latency = draw.expovariate(1 / self.latency)
+        latency, reply = self._replies[params.seed % len(self._replies)]
         task = asyncio.current_task()
         assert task is not None
         self._latencies[task] += latency  # one asyncio task is one continuation
         self.num_calls += 1
         await asyncio.sleep(latency)
-        text = "".join(draw.choices("abcdefgh", k=params.max_tokens - 1))
+        return reply
+
+    def _reply(self, text: str) -> Sample:
         ids = np.array([*self.tokenizer.encode(text), min(self.tokenizer.eos_ids)], np.int32)
         return Sample(ids, np.full(len(ids), -1.0, np.float32), text, "stop")
 
