@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import multiprocessing
 import random
 
 import numpy as np
@@ -19,10 +20,23 @@ from focus_jax.agents import (
     Segment,
     State,
 )
-from focus_jax.collection import Continuation, HostTree
+from focus_jax.collection import (
+    Budget,
+    Continuation,
+    HostTree,
+    Pass,
+    RandomCritic,
+    RootRollouts,
+    Round,
+    ValueRefinement,
+    collect,
+)
 from focus_jax.sampling import ByteTokenizer
 
 TURNS = 4
+TASKS = {f"p{i}": f"task {i}" for i in range(5)}
+PASSES = [Pass(RootRollouts(2), Budget(continuations=2)), Pass(ValueRefinement(), Budget(continuations=6))]
+CRITIC = RandomCritic(1)
 
 
 class LetterEnvironment:
@@ -91,6 +105,18 @@ def letter_agent(**sampler) -> Agent:
         max_tokens=6 * TURNS,
         final_tokens=6,
     )
+
+
+def collect_letters(
+    agent=None, *, tasks=TASKS, passes=PASSES, critic=CRITIC, make_environment=LetterEnvironment, **knobs
+) -> Round:
+    """`collect` with a letter agent, from start to end."""
+    return asyncio.run(collect(agent or letter_agent(), critic, tasks, passes, make_environment=make_environment, **knobs))
+
+
+# Processes that fork off one which has imported all this: quicker to start than an interpreter, and free of JAX's threads.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["pytest", "focus_jax.collection", "focus_jax.sampling"])
 
 
 def make_segment(text: str = "abc", *, reward: float = 0.0, status: str = "open", steps: int = 1, **fields) -> Segment:

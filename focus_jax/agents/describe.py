@@ -19,7 +19,7 @@ def describe(value: Any) -> Any:
         Plain data. A dataclass is its class's name and its fields.
 
     Raises:
-        TypeError: a `repr` that holds an address, which changes with every process.
+        TypeError: a lambda, or a `repr` that holds an address, which changes with every process.
 
     Example:
         >>> describe((len, 0.5, {"a": None}))
@@ -31,14 +31,13 @@ def describe(value: Any) -> Any:
         return [describe(v) for v in value]
     if isinstance(value, Mapping):
         return {str(k): describe(v) for k, v in value.items()}
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    if is_dataclass(value):
+    is_named = hasattr(value, "__qualname__")
+    if is_dataclass(value) and not is_named:
         return {"class": type(value).__qualname__} | {f.name: describe(getattr(value, f.name)) for f in fields(value)}
-    text = repr(value)
-    if re.search(r" at 0x[0-9a-fA-F]+", text):
+    text = f"{value.__module__}.{value.__qualname__}" if is_named else repr(value)
+    if re.search(r" at 0x[0-9a-fA-F]+|<lambda>", text):
         raise TypeError(
-            f"{type(value).__qualname__}: expected settings that can be told apart in another process, got {text}; "
-            "make it a frozen dataclass or give it a __repr__"
+            f"{type(value).__qualname__}: expected what can be told from another in every process, got {text}; "
+            "make it a frozen dataclass or give it a __repr__ (a lambda: make it a named function)"
         )
     return text

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import math
 import operator
 import threading
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from focus_jax.agents import Agent, AttemptFailure, Environment, SamplerError, Segment, State, classify_failure, derive_seed
+from focus_jax.agents.describe import describe
 from focus_jax.agents.environment import call_environment
 from focus_jax.agents.threads import run_environment
 from focus_jax.collection.critic import Critic
@@ -28,20 +30,9 @@ from focus_jax.collection.round import INTERRUPTED, Round
 from focus_jax.collection.tree import Continuation
 
 
-@dataclass
-class _Attempt:
-    """A launch in flight and the tokens it has generated so far."""
-
-    launch: Launch
-    tokens: int = 0
-
-    def charge(self, num_tokens: int) -> None:
-        self.tokens += num_tokens
-
-
 @dataclass(frozen=True)
 class Progress:
-    """What a display is told after every launch and outcome: the round, attempts in flight, the last score bought."""
+    """What a display is told when something has changed: the round, attempts in flight, the last score bought."""
 
     round: Round
     in_flight: int
@@ -85,13 +76,14 @@ async def collect(
         max_failures: so many failures in a row end a problem; the others go on. Attempts that were in flight together
             count once, and calling again with the same journal gives the problem another chance.
         policy_version: version of the acting weights; a sample of another version fails its attempt.
-        report: told of every launch and outcome.
+        report: told of outcomes, together with the launches that follow them.
 
     Returns:
         The round: trees, evidence, failures and ledgers.
 
     Raises:
         ValueError: no tasks or passes, an id that is no text, a bad number, a rule that chooses what it may not.
+        TypeError: a critic, task or rule that could not be told from another in the journal.
         JournalError: the journal is in use, cannot be written, or belongs to another run.
         AllAttemptsFailed: not one attempt on any problem finished.
 
@@ -115,7 +107,7 @@ async def collect(
         "problems": list(tasks),
         "tasks": _digest(tasks),
         "agent": agent.describe(),
-        "critic": _stable_repr(critic),
+        "critic": describe(critic),
     }
     book = Journal(journal, settings)
     try:
@@ -157,30 +149,29 @@ class _Collector:
     report: Callable[[Progress], None]
     round: Round
     journal: Journal
-    in_flight: dict[asyncio.Task[Continuation], _Attempt] = field(default_factory=dict)
+    attempts: set[asyncio.Task[None]] = field(default_factory=set)
+    ended: asyncio.Queue[Outcome] = field(default_factory=asyncio.Queue)
+    error: BaseException | None = None
     score: float = math.nan
 
     async def run(self) -> None:
         self._resume()
         await self._start_problems()
         try:
-            while True:
-                self._launch()
-                if not self.in_flight:
-                    self.round.conclude()
-                    return
-                done, _ = await asyncio.wait(self.in_flight, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda t: self.in_flight[t].launch.attempt):
-                    self._settle(task)
+            self._advance([])
+            while self.round.launches:
+                self._advance([await self.ended.get(), *self._ended_too()])
         finally:
             await self._drain()
+        self.round.conclude()
 
     def _resume(self) -> None:
         """Take in the journal of an earlier run; what was in flight when it ended is launched again."""
         self.round.load(self.journal)
         self.round.revive()
-        for attempt in list(self.round.launches):
-            self._record(Outcome(attempt, INTERRUPTED, "the process ended before it did", 0, None))
+        self._record(
+            [Outcome(attempt, INTERRUPTED, "the process ended before it did", 0, None) for attempt in self.round.launches]
+        )
 
     async def _start_problems(self) -> None:
         """Start what is not in the journal yet, several at a time; the order of the journal is that of the tasks."""
@@ -188,8 +179,9 @@ class _Collector:
         waiting = [(i, name, task) for i, (name, task) in enumerate(self.tasks.items()) if i not in known]
         for first in range(0, len(waiting), self.num_workers):
             batch = waiting[first : first + self.num_workers]
-            for root in await asyncio.gather(*(self._root(*problem) for problem in batch)):
-                self.journal.add_root(root)
+            roots = await asyncio.gather(*(self._root(*problem) for problem in batch))
+            self.journal.add_roots(roots)
+            for root in roots:
                 self.round.start(root)
 
     async def _root(self, problem: int, name: str, task: Any) -> Root:
@@ -224,30 +216,50 @@ class _Collector:
             return AttemptFailure("time", f"not over after {self.attempt_timeout:g} s")
         return classify_failure(error) if isinstance(error, Exception) else None
 
-    def _launch(self) -> None:
-        """Fill the free workers, pass by pass; a group with nothing left to buy and nothing in flight moves on."""
-        for index in range(len(self.round.passes)):
-            if not self.round.is_at(index):
-                continue
-            self._buy(index)
-            if len(self.in_flight) == self.num_workers:
-                return
-            self.round.move_on(index)
+    def _advance(self, outcomes: list[Outcome]) -> None:
+        """Take in how attempts ended, and launch what is worth its price now; what is not written down never starts."""
+        launches: list[Launch] = []
+        try:
+            for outcome in outcomes:
+                self.round.settle(outcome)
+            launches = self._choose() if self.error is None else []
+        finally:
+            self.journal.write(outcomes, launches)
+        if self.error is not None:
+            raise self.error
+        for launch in launches:
+            self.attempts.add(task := asyncio.create_task(self._attempt(launch)))
+            task.add_done_callback(self.attempts.discard)
+            self.score = launch.score
+        self.report(Progress(self.round, len(self.round.launches), self.score))
 
-    def _buy(self, index: int) -> None:
-        """Launch what the rule of pass `index` chooses, until the workers are busy or nothing more is worth its price."""
-        rule = self.round.passes[index].rule
-        while (free := self.num_workers - len(self.in_flight)) > 0:
+    def _choose(self) -> list[Launch]:
+        """Work for the free workers, pass by pass; a group with nothing left to buy and nothing in flight moves on."""
+        launches: list[Launch] = []
+        for index in range(len(self.round.passes)):
+            if self.round.is_at(index):
+                launches += self._buy(index)
+                if len(self.round.launches) == self.num_workers:
+                    break
+                self.round.move_on(index)
+        return launches
+
+    def _buy(self, index: int) -> list[Launch]:
+        """What the rule of pass `index` chooses, until the workers are busy or nothing more is worth its price."""
+        rule, limit = self.round.passes[index].rule, self.round.passes[index].pending_limit
+        launches: list[Launch] = []
+        while (free := self.num_workers - len(self.round.launches)) > 0:
             frontier = self.round.frontier(index)
-            limit = self.round.passes[index].pending_limit
             choices = rule(frontier, free, max_pending=limit) if len(frontier) else []
             choices = _check_choices(choices, frontier, free, limit)
-            launched = self._start(index, frontier, choices)
-            if launched == len(choices) < free:
-                return
+            bought = self._take(index, frontier, choices)
+            launches += bought
+            if len(bought) == len(choices) < free:
+                break
+        return launches
 
-    def _start(self, index: int, frontier: Frontier, choices: list[Choice]) -> int:
-        """Launch choices in order up to the first that the budget no longer holds; returns how many."""
+    def _take(self, index: int, frontier: Frontier, choices: list[Choice]) -> list[Launch]:
+        """The choices, in order, up to the first that the budget no longer holds."""
         launches = []
         for candidate, score in choices:
             problem, node = int(frontier.tree[candidate]), int(frontier.node[candidate])
@@ -267,23 +279,31 @@ class _Collector:
             )
             self.round.launch(launch)
             launches.append(launch)
-        self.journal.launch(launches)
-        for launch in launches:
-            attempt = _Attempt(launch)
-            self.in_flight[asyncio.create_task(self._attempt(attempt))] = attempt
-            self._tell(launch.score)
-        return len(launches)
+        return launches
 
-    async def _attempt(self, attempt: _Attempt) -> Continuation:
-        """Run one continuation from a copy of its node's state to the end of its episode."""
-        launch = attempt.launch
+    async def _attempt(self, launch: Launch) -> None:
+        """Run a launch and tell how it ended; what is nobody's failure but a mistake in a program ends the run."""
+        spent: list[int] = []
+        try:
+            continuation = await self._continue(launch, spent.append)
+            outcome = Outcome(launch.attempt, "finished", None, sum(spent), continuation)
+        except BaseException as error:
+            failure = self._classify(error)
+            if failure is None:
+                self.error = self.error or error
+            kind, message = (INTERRUPTED, repr(error)) if failure is None else (failure.kind, failure.message)
+            outcome = Outcome(launch.attempt, kind, message, sum(spent), None)
+        self.ended.put_nowait(outcome)
+
+    async def _continue(self, launch: Launch, charge: Callable[[int], None]) -> Continuation:
+        """One continuation from a copy of its node's state to the end of its episode."""
         state = self.round.tree(launch.problem).state(launch.node)
         segments: list[Segment] = []
         states: list[State] = []
         async with asyncio.timeout(self.attempt_timeout), self._environment() as environment:
             while not segments or segments[-1].status == "open":
                 seed = derive_seed(launch.seed, len(segments))
-                segment, state = await self.agent.segment(environment, state, seed=seed, charge=attempt.charge)
+                segment, state = await self.agent.segment(environment, state, seed=seed, charge=charge)
                 self._check_version(segment)
                 segments.append(segment)
                 states.append(state)
@@ -295,7 +315,8 @@ class _Collector:
 
     def _check_version(self, segment: Segment) -> None:
         """Outcomes of different policy versions never share a round."""
-        other = segment.versions[segment.generated & (segment.versions != self.policy_version)]
+        versions = segment.versions[segment.generated]
+        other = versions[versions != self.policy_version]
         if len(other):
             raise SamplerError(
                 f"expected samples of policy version {self.policy_version}, got {int(other[0])}; "
@@ -311,44 +332,23 @@ class _Collector:
             raise AttemptFailure("critic", f"expected {len(states)} finite values, got {values!r}")
         return values.tolist()
 
-    def _settle(self, task: asyncio.Task[Continuation]) -> None:
-        attempt = self.in_flight.pop(task)
-        number = attempt.launch.attempt
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is None:
-            self._record(Outcome(number, "finished", None, attempt.tokens, task.result()))
-            return
-        failure = self._classify(error)
-        if failure is None:
-            self._record(Outcome(number, INTERRUPTED, repr(error), attempt.tokens, None))
-            raise error
-        self._record(Outcome(number, failure.kind, str(failure), attempt.tokens, None))
-
-    def _record(self, outcome: Outcome) -> None:
-        """The journal first: what is not written down has not happened."""
-        if outcome.continuation is not None:
-            self.journal.finish(outcome.attempt, outcome.continuation, outcome.tokens)
-        else:
-            self.journal.fail(outcome.attempt, outcome.kind, outcome.message or "", outcome.tokens)
-        self.round.settle(outcome)
-        self._tell(self.score)
+    def _ended_too(self) -> Iterator[Outcome]:
+        """What has ended by now."""
+        while not self.ended.empty():
+            yield self.ended.get_nowait()
 
     async def _drain(self) -> None:
         """Stop what is still in flight (an error or Ctrl-C ends the run) and charge what it generated."""
-        for task in self.in_flight:
+        for task in self.attempts:
             task.cancel()
-        await asyncio.gather(*self.in_flight, return_exceptions=True)
+        await asyncio.gather(*self.attempts, return_exceptions=True)
         with contextlib.suppress(JournalError):  # where the journal is what broke, the first error says so
-            for task in list(self.in_flight):
-                attempt = self.in_flight.pop(task)
-                outcome = Outcome(attempt.launch.attempt, INTERRUPTED, "the run was stopped", attempt.tokens, None)
-                if not task.cancelled() and task.exception() is None:
-                    outcome = replace(outcome, kind="finished", message=None, continuation=task.result())
-                self._record(outcome)
+            self._record(list(self._ended_too()))
 
-    def _tell(self, score: float) -> None:
-        self.score = score
-        self.report(Progress(self.round, len(self.in_flight), score))
+    def _record(self, outcomes: list[Outcome]) -> None:
+        self.journal.write(outcomes, [])
+        for outcome in outcomes:
+            self.round.settle(outcome)
 
 
 def _check_ids(tasks: Mapping[str, Any]) -> None:
@@ -375,16 +375,6 @@ def _check_choices(choices: list[Choice], frontier: Frontier, num: int, max_pend
     return choices
 
 
-def _stable_repr(thing: object) -> str:
-    """What a journal tells the thing by; it must be the same in every process."""
-    if type(thing).__repr__ is object.__repr__:
-        raise ValueError(
-            f"expected a {type(thing).__name__} that can be told from another in a journal: make it a frozen dataclass or "
-            "give it a __repr__ without its address"
-        )
-    return repr(thing)
-
-
 def _digest(tasks: Mapping[str, Any]) -> str:
     """Tells one set of problems from another, so that a journal is not continued with other data."""
-    return hashlib.blake2b("\n".join(f"{k}: {_stable_repr(v)}" for k, v in tasks.items()).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(describe(tasks)).encode(), digest_size=8).hexdigest()

@@ -101,18 +101,19 @@ class Evidence:
     def frontier(self, purse: np.ndarray, *, max_pending: int = 1, decision: int = 0) -> Frontier:
         """Nodes with fewer than `max_pending` in flight whose price is at most `purse` (float [num_trees], -1 for none)."""
         mask = self.nodes["open"] & (self.nodes["pending"] < max_pending) & (self.nodes["price"] <= purse[:, None])
-        tree, node = np.nonzero(mask)
+        at = np.flatnonzero(mask)
         value, count, mean, m2, pending, probes = (
-            self.nodes[name][tree, node] for name in ("value", "count", "mean", "m2", "pending", "probes")
+            self.nodes[name].take(at) for name in ("value", "count", "mean", "m2", "pending", "probes")
         )
         stats = OutcomeStats(count=count, mean=mean.astype(np.float32), m2=m2.astype(np.float32), pending=pending)
-        return Frontier(tree, node, value.astype(np.float32), stats, self._entropy(tree, node), probes, decision)
+        tree, node = np.divmod(at, mask.shape[1])
+        return Frontier(tree, node, value.astype(np.float32), stats, self._entropy(at), probes, decision)
 
-    def _entropy(self, tree: np.ndarray, node: np.ndarray) -> np.ndarray:
+    def _entropy(self, at: np.ndarray) -> np.ndarray:
         """Mean score of the edges leaving each node, +inf where none is scored."""
         if self.window is None:
-            return np.full(len(tree), np.inf)
-        total, num = self.nodes["entropy_sum"][tree, node], self.nodes["num_scored"][tree, node]
+            return np.full(len(at), np.inf)
+        total, num = self.nodes["entropy_sum"].take(at), self.nodes["num_scored"].take(at)
         return np.where(num > 0, total / np.maximum(num, 1), np.inf)
 
     def _observe(self, tree: int, node: int, outcome: float) -> None:

@@ -21,7 +21,8 @@ import numpy as np
 from focus_jax.agents import Segment, State
 from focus_jax.collection.tree import Continuation
 
-FORMAT = 0x464F4301  # "FOC" and a version: no other SQLite file has it
+FORMAT = 0x464F4302  # "FOC" and a version: no other SQLite file has it
+_INT, _FLOAT = "<i4", "<f4"  # the same bytes on every machine
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -130,70 +131,30 @@ class Journal:
         if self._lock is not None:
             self._lock.close()
 
-    def add_root(self, root: Root) -> None:
-        """Record how a problem started."""
-        s = root.state
-        columns = (
-            (None,) * 6
-            if s is None
-            else (_bytes(s.context, np.int32), s.seed_length, s.environment, s.num_turns, s.num_tokens, s.resumable)
-        )
-        self._write(
-            [
-                (
-                    f"INSERT OR REPLACE INTO roots VALUES ({','.join('?' * 12)})",
-                    [(root.problem, root.id, *columns, root.value, root.price, _storable(root.error), root.retry)],
-                )
-            ]
-        )
+    def add_roots(self, roots: list[Root]) -> None:
+        """Record how problems started."""
+        rows = []
+        for root in roots:
+            s = root.state
+            columns = (
+                (None,) * 6
+                if s is None
+                else (_bytes(s.context, _INT), s.seed_length, s.environment, s.num_turns, s.num_tokens, s.resumable)
+            )
+            rows.append((root.problem, root.id, *columns, root.value, root.price, _storable(root.error), root.retry))
+        self._write([(f"INSERT OR REPLACE INTO roots VALUES ({','.join('?' * 12)})", rows)])
 
-    def launch(self, launches: list[Launch]) -> None:
-        """Record attempts before they start."""
+    def write(self, outcomes: list[Outcome], launches: list[Launch]) -> None:
+        """Record how attempts ended, with all that they found, and the attempts that start then: all of it or nothing."""
         now = time.time()
-        rows = [
+        segments = [row for o in outcomes if o.continuation is not None for row in _segment_rows(o.attempt, o.continuation)]
+        ends = [(o.attempt, o.kind, _storable(o.message), o.tokens, self._num_launched, now) for o in outcomes]
+        starts = [
             (a.attempt, a.problem, a.node, a.pass_index, a.number, a.seed, a.policy_version, a.reserved, a.score, now)
             for a in launches
         ]
-        self._write([("INSERT INTO launches VALUES (?,?,?,?,?,?,?,?,?,?)", rows)])
-        self._num_launched += len(rows)
-
-    def finish(self, attempt: int, continuation: Continuation, tokens: int) -> None:
-        """Record a finished attempt with all that it found, or nothing."""
-        rows = []
-        c = continuation
-        for i, (g, s, value, price) in enumerate(zip(c.segments, c.states, c.values, c.prices, strict=True)):
-            flags = g.generated.astype(np.uint8) | (g.task.astype(np.uint8) << 1)
-            rows.append(
-                (
-                    attempt,
-                    i,
-                    _bytes(g.token_ids, np.int32),
-                    flags.tobytes(),
-                    _bytes(g.logprobs, np.float32),
-                    _bytes(g.versions, np.int32),
-                    g.reward,
-                    g.num_steps,
-                    g.status,
-                    g.reason,
-                    None if g.reset is None else _bytes(g.reset, np.int32),
-                    s.environment,
-                    s.num_turns,
-                    s.num_tokens,
-                    s.resumable,
-                    value,
-                    price,
-                )
-            )
-        self._write(
-            [
-                (f"INSERT INTO segments VALUES ({','.join('?' * 17)})", rows),
-                (_INSERT_OUTCOME, [(attempt, "finished", None, tokens, self._num_launched, time.time())]),
-            ]
-        )
-
-    def fail(self, attempt: int, kind: str, message: str, tokens: int) -> None:
-        """Record an attempt that failed or was interrupted, with the tokens it is charged."""
-        self._write([(_INSERT_OUTCOME, [(attempt, kind, _storable(message), tokens, self._num_launched, time.time())])])
+        self._write([(_INSERT_SEGMENT, segments), (_INSERT_OUTCOME, ends), (_INSERT_LAUNCH, starts)])
+        self._num_launched += len(launches)
 
     def roots(self) -> list[Root]:
         """Every problem that was started, by index."""
@@ -204,7 +165,7 @@ class Journal:
                 None
                 if r["context"] is None
                 else State(
-                    _array(r["context"], np.int32),
+                    _array(r["context"], _INT),
                     r["seed_length"],
                     r["environment"],
                     r["num_turns"],
@@ -246,19 +207,19 @@ class Journal:
     def _continuation(self, attempt: int) -> Continuation:
         segments, states, values, prices = [], [], [], []
         for r in self._read("SELECT * FROM segments WHERE attempt = ? ORDER BY position", attempt):
-            flags = _array(r["flags"], np.uint8)
+            flags = _array(r["flags"], "u1")
             segments.append(
                 Segment(
-                    token_ids=_array(r["token_ids"], np.int32),
+                    token_ids=_array(r["token_ids"], _INT),
                     generated=(flags & 1).astype(bool),
                     task=(flags & 2).astype(bool),
-                    logprobs=_array(r["logprobs"], np.float32),
-                    versions=_array(r["versions"], np.int32),
+                    logprobs=_array(r["logprobs"], _FLOAT),
+                    versions=_array(r["versions"], _INT),
                     reward=r["reward"],
                     num_steps=r["num_steps"],
                     status=r["status"],
                     reason=r["reason"],
-                    reset=None if r["reset"] is None else _array(r["reset"], np.int32),
+                    reset=None if r["reset"] is None else _array(r["reset"], _INT),
                 )
             )
             states.append(
@@ -296,7 +257,38 @@ class Journal:
             raise JournalError(f"the journal cannot be written: {error}") from error
 
 
+_INSERT_LAUNCH = f"INSERT INTO launches VALUES ({','.join('?' * 10)})"
 _INSERT_OUTCOME = "INSERT INTO outcomes (attempt, kind, message, tokens, num_launched, time) VALUES (?,?,?,?,?,?)"
+_INSERT_SEGMENT = f"INSERT INTO segments VALUES ({','.join('?' * 17)})"
+
+
+def _segment_rows(attempt: int, continuation: Continuation) -> list[tuple[Any, ...]]:
+    rows = []
+    c = continuation
+    for i, (g, s, value, price) in enumerate(zip(c.segments, c.states, c.values, c.prices, strict=True)):
+        flags = g.generated.astype(np.uint8) | (g.task.astype(np.uint8) << 1)
+        rows.append(
+            (
+                attempt,
+                i,
+                _bytes(g.token_ids, _INT),
+                flags.tobytes(),
+                _bytes(g.logprobs, _FLOAT),
+                _bytes(g.versions, _INT),
+                g.reward,
+                g.num_steps,
+                g.status,
+                g.reason,
+                None if g.reset is None else _bytes(g.reset, _INT),
+                s.environment,
+                s.num_turns,
+                s.num_tokens,
+                s.resumable,
+                value,
+                price,
+            )
+        )
+    return rows
 
 
 @contextlib.contextmanager
@@ -355,12 +347,12 @@ def _lock(path: Path) -> IO[str]:
     return handle
 
 
-def _bytes(array: np.ndarray, dtype: type) -> bytes:
-    return np.ascontiguousarray(array, np.dtype(dtype).newbyteorder("<")).tobytes()
+def _bytes(array: np.ndarray, dtype: str) -> bytes:
+    return array.astype(dtype, copy=False).tobytes()
 
 
-def _array(blob: bytes, dtype: type) -> np.ndarray:
-    return np.frombuffer(blob, np.dtype(dtype).newbyteorder("<"))
+def _array(blob: bytes, dtype: str) -> np.ndarray:
+    return np.frombuffer(blob, dtype)
 
 
 def _storable(message: str | None) -> str | None:

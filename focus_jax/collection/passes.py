@@ -7,9 +7,12 @@ useful" and "Put the pieces together"; arXiv 2610.35801.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from focus_jax.agents.describe import describe
@@ -27,7 +30,8 @@ class Rule(Protocol):
     """Chooses up to `num` candidates of a frontier, best first.
 
     Choosing several at once must give what choosing one at a time would, each choice raising the candidate's pending
-    count. Fewer choices than asked for means that nothing else is worth buying now.
+    count. Fewer choices than asked for means that nothing else is worth buying now. A rule with an attribute `window` finds
+    the token entropy over windows of that size in the frontier; outcomes of one with `is_probe = True` are read and discarded.
     """
 
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]: ...
@@ -119,27 +123,30 @@ class ValueRefinement:
             raise ValueError(f"ValueRefinement: `kappa` must be a finite number above 0, got {self.kappa}")
 
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
-        num = min(num, len(frontier) * max_pending)
-        if not num:
-            return []
-        size = _bucket(len(frontier), 4096)
-        value = _pad(frontier.value, size)
-        stats = OutcomeStats(*(_pad(getattr(frontier.stats, f.name), size) for f in fields(OutcomeStats)))
-        candidates = np.arange(size) < len(frontier)
-        # Asking for more and dropping the rest is the same as asking for `num`: choices are made in order.
-        asked = _bucket(num, 64)
-        found = allocate(
-            value,
-            stats,
-            candidates,
-            num=asked,
-            kappa=np.float32(self.kappa),
-            model=self.model,
-            rule=self.rule,
-            max_pending=max_pending,
-        )
-        index, score = np.asarray(found.index), np.asarray(found.benefit)
-        return [(int(i), float(s)) for i, s in zip(index[:num], score[:num], strict=True) if i >= 0]
+        stats = frontier.stats
+        columns = np.zeros((6, _bucket(len(frontier))), np.float32)
+        for column, content in zip(columns, (1, frontier.value, stats.count, stats.mean, stats.m2, stats.pending), strict=True):
+            column[: len(frontier)] = content
+        choices: list[Choice] = []
+        while len(choices) < num:
+            found = np.asarray(_allocate(columns, np.float32(self.kappa), self.model, self.rule, max_pending))
+            for index, gain in zip(found[0].astype(int), found[1], strict=True):
+                if index < 0 or len(choices) == num:
+                    return choices
+                choices.append((int(index), float(gain)))
+                columns[5, index] += 1
+        return choices
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _allocate(
+    columns: jax.Array, kappa: jax.Array, model: Callable[..., Any], rule: Callable[..., Any], max_pending: int
+) -> jax.Array:
+    """`allocate` with one array in and one out: most of what a call costs goes to the number of arrays that cross over."""
+    is_candidate, value, count, mean, m2, pending = columns
+    stats = OutcomeStats(count.astype(jnp.int32), mean, m2, pending.astype(jnp.int32))
+    found = allocate(value, stats, is_candidate > 0, 8, kappa=kappa, model=model, rule=rule, max_pending=max_pending)
+    return jnp.stack([found.index.astype(jnp.float32), found.benefit])  # exact below 16 million
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,7 @@ class Probes:
     """VinePPO's Monte Carlo probes: `num` extra continuations from every nonterminal state, discarded once read."""
 
     num: int = 1
+    is_probe: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_at_least_one(self, "num")
@@ -161,11 +169,11 @@ class Probes:
 class Recorded:
     """Stands for the rule of a finished round."""
 
-    name: str
-    window: int | None = None
+    window: int | None
+    is_probe: bool
 
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
-        raise ValueError(f"a replayed round chooses nothing; collect with the rule {self.name} to go on")
+        raise ValueError("a replayed round chooses nothing; collect into its journal to go on")
 
 
 @dataclass(frozen=True)
@@ -192,19 +200,14 @@ class Pass:
         _check_at_least_one(self, "max_pending", "max_attempts")
 
     @property
-    def name(self) -> str:
-        """The rule's name."""
-        return self.rule.name if isinstance(self.rule, Recorded) else name_of(self.rule)
-
-    @property
     def is_probe(self) -> bool:
         """Whether outcomes are read and discarded instead of growing the tree."""
-        return self.name == Probes.__name__
+        return getattr(self.rule, "is_probe", False)
 
     @property
     def window(self) -> int | None:
         """Window of the token entropy, where the rule uses it."""
-        return self.rule.window if isinstance(self.rule, (TokenEntropy, Recorded)) else None
+        return getattr(self.rule, "window", None)
 
     @property
     def pending_limit(self) -> int:
@@ -222,35 +225,14 @@ class Pass:
 
     def describe(self) -> dict[str, Any]:
         """Plain data that tells this pass from another, for the journal."""
-        knobs: dict[str, Any] = {f.name: getattr(self.rule, f.name) for f in fields(self.rule)} if is_dataclass(self.rule) else {}
-        return {
-            "rule": self.name,
-            "knobs": {k: name_of(v) if callable(v) else describe(v) for k, v in knobs.items()},
-            "budget": asdict(self.budget),
-            "max_pending": self.max_pending,
-            "max_attempts": self.max_attempts,
-        }
+        return describe(self) | {"window": self.window, "is_probe": self.is_probe}
 
     @staticmethod
     def recorded(description: dict[str, Any]) -> Pass:
         """The pass a journal tells of: its budget and limits, with a rule that chooses nothing any more."""
-        rule = Recorded(description["rule"], description["knobs"].get("window"))
-        return Pass(rule, Budget(**description["budget"]), description["max_pending"], description["max_attempts"])
-
-
-def name_of(thing: object) -> str:
-    """Name of a function, or of an object's class, that is the same in every run.
-
-    Raises:
-        ValueError: there is none: a lambda, or a partial of a function.
-    """
-    named = thing if hasattr(thing, "__qualname__") else type(thing)
-    name = str(named.__qualname__)
-    if "<lambda>" in name or name == "partial":
-        raise ValueError(
-            f"expected a named function or a frozen dataclass, so that a journal can tell it from another, got {thing!r}"
-        )
-    return name
+        budget = Budget(description["budget"]["continuations"], description["budget"]["tokens"])
+        rule = Recorded(description["window"], description["is_probe"])
+        return Pass(rule, budget, description["max_pending"], description["max_attempts"])
 
 
 def _check_at_least_one(settings: object, *names: str) -> None:
@@ -287,14 +269,9 @@ def _greedy(score: np.ndarray, num: int, room: np.ndarray, step: float = 0.0) ->
     return choices
 
 
-def _bucket(size: int, smallest: int) -> int:
-    """The next of smallest, 4 * smallest, 16 * smallest, ...: few compilations while the trees grow."""
-    while smallest < size:
-        smallest *= 4
-    return smallest
-
-
-def _pad(array: Any, size: int) -> np.ndarray:
-    padded = np.zeros(size, array.dtype)
-    padded[: len(array)] = array
-    return padded
+def _bucket(size: int) -> int:
+    """The next of a few sizes, so that little is compiled while the trees grow."""
+    bucket = 16384
+    while bucket < size:
+        bucket *= 4
+    return bucket

@@ -1,16 +1,21 @@
 import asyncio
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated import LetterEnvironment, LetterSampler, letter_agent, make_continuation, make_segment
+from simulated import (
+    PASSES,
+    PROCESSES,
+    TASKS,
+    LetterEnvironment,
+    LetterSampler,
+    letter_agent,
+    make_continuation,
+    make_segment,
+)
+from simulated import collect_letters as run
 
 from focus_jax.agents import SamplerError, State, derive_seed
 from focus_jax.collection import (
@@ -22,27 +27,18 @@ from focus_jax.collection import (
     Pass,
     Probes,
     Random,
-    RandomCritic,
     RootRollouts,
     Round,
     TokenEntropy,
     Uniform,
     ValueRefinement,
-    collect,
     focus_credit,
     replay,
     vineppo_credit,
 )
 from focus_jax.collection.journal import Launch, Outcome, Root
 
-PASSES = [Pass(RootRollouts(2), Budget(continuations=2)), Pass(ValueRefinement(), Budget(continuations=6))]
-TASKS = {f"p{i}": f"task {i}" for i in range(5)}
-CRITIC = RandomCritic(1)
 TIMES = {"launches": "time", "outcomes": "time"}
-
-
-def run(agent=None, tasks=TASKS, passes=PASSES, critic=CRITIC, make_environment=LetterEnvironment, **knobs):
-    return asyncio.run(collect(agent or letter_agent(), critic, tasks, passes, make_environment=make_environment, **knobs))
 
 
 def contents(path):
@@ -134,7 +130,7 @@ def test_budget_is_never_overshot_with_64_workers_and_failures():
     passes = [Pass(RootRollouts(3), Budget(continuations=40)), Pass(ValueRefinement(), Budget(tokens=4000), max_pending=3)]
     tasks = {f"p{i}": f"task {i}" for i in range(12)}
     agent = letter_agent(delay=0.002, failing=0.07)  # about 20 % of attempts
-    round_ = run(agent, tasks, passes, num_workers=64, shared_budget=True, report=watch, max_failures=100)
+    round_ = run(agent, tasks=tasks, passes=passes, num_workers=64, shared_budget=True, report=watch, max_failures=100)
     assert_settled(round_)
     assert round_.failures
     assert max(spent) <= 64
@@ -220,7 +216,7 @@ def test_workers_that_raise_answer_nothing_or_hang_b67(task, kind, cause):
 
 
 def test_more_workers_than_work_ends_b68():
-    round_ = run(letter_agent(delay=0.001), {f"p{i}": str(i) for i in range(10)}, num_workers=16)
+    round_ = run(letter_agent(delay=0.001), tasks={f"p{i}": str(i) for i in range(10)}, num_workers=16)
     assert sum(len(t) > 1 for t in round_.trees) == 10
 
 
@@ -259,15 +255,23 @@ def test_sibling_seeds_differ_and_failed_attempts_draw_new_ones_b39(tmp_path):
     assert len(set(seeds)) == len(seeds)
 
 
+def open_journal(path, answer):
+    try:
+        Journal(path, {})
+    except JournalError as error:
+        answer.send(str(error))
+
+
 def test_two_processes_one_journal(tmp_path):
     journal = Journal(tmp_path / "j", {})
-    try:
-        code = "import sys; from focus_jax.collection import Journal; Journal(sys.argv[1], {})"
-        second = subprocess.run([sys.executable, "-c", code, tmp_path / "j"], capture_output=True, text=True, check=False)
-    finally:
-        journal.close()
-    assert second.returncode == 1
-    assert "is being written by another process" in second.stderr
+    answer, child_end = PROCESSES.Pipe(duplex=False)
+    second = PROCESSES.Process(target=open_journal, args=(tmp_path / "j", child_end))
+    second.start()
+    child_end.close()
+    assert "is being written by another process" in answer.recv()
+    second.join()
+    journal.close()
+    answer.close()
 
 
 @pytest.mark.parametrize(
@@ -341,18 +345,16 @@ def test_a_run_of_many_workers_killed_and_resumed_repeats_no_seed_b62(tmp_path):
     class Killed(BaseException):
         """Stands for the end of the process: nothing after it is written."""
 
-    def stop_after(num):
+    def stop_at(num_attempts):
         def report(progress):
-            nonlocal num
-            num -= 1
-            if num == 0:
+            if progress.round.num_attempts >= num_attempts:
                 raise Killed
 
         return report
 
-    for num in (7, 20, 30, 40):
+    for num in (9, 25, 45, 80):
         with pytest.raises(Killed):
-            run(letter_agent(delay=0.002), passes=passes, num_workers=8, journal=tmp_path / "j", report=stop_after(num))
+            run(letter_agent(delay=0.002), passes=passes, num_workers=8, journal=tmp_path / "j", report=stop_at(num))
     round_ = run(letter_agent(delay=0.002), passes=passes, num_workers=8, journal=tmp_path / "j")
     assert_settled_but_interrupted(round_, tmp_path / "j")
     assert_same(round_, replay(tmp_path / "j"))
@@ -386,10 +388,10 @@ def test_an_outage_counts_once_and_a_second_call_gives_another_chance(tmp_path):
     agent = replace(letter_agent(), sampler=(sampler := Outage()))
     passes = [Pass(RootRollouts(8), Budget(continuations=8), max_attempts=100)]
     with pytest.raises(AllAttemptsFailed, match="no connection"):
-        run(agent, {"p": "task"}, passes, num_workers=4, journal=tmp_path / "j")
+        run(agent, tasks={"p": "task"}, passes=passes, num_workers=4, journal=tmp_path / "j")
     assert len(replay(tmp_path / "j").failures) == 12  # three times four in flight together
     sampler.up = True
-    round_ = run(agent, {"p": "task"}, passes, num_workers=4, journal=tmp_path / "j")
+    round_ = run(agent, tasks={"p": "task"}, passes=passes, num_workers=4, journal=tmp_path / "j")
     assert round_.errors == {}
     assert round_.ledgers[0][0].continuations == 8
 
@@ -461,12 +463,12 @@ def test_what_a_journal_could_not_tell_from_another_is_refused(tmp_path):
         async def score(self, states):
             return np.zeros(len(states))
 
-    with pytest.raises(ValueError, match="Anonymous that can be told from another"):
+    with pytest.raises(TypeError, match="Anonymous: expected what can be told from another"):
         run(critic=Anonymous(), journal=tmp_path / "j")
-    with pytest.raises(ValueError, match="object that can be told from another"):
+    with pytest.raises(TypeError, match="object: expected what can be told from another"):
         run(tasks={"p": object()}, journal=tmp_path / "j")
     lambdas = Pass(ValueRefinement(model=lambda values, stats, kappa: (values, values)), Budget(tokens=100))
-    with pytest.raises(ValueError, match="named function"):
+    with pytest.raises(TypeError, match="named function"):
         run(passes=[lambdas], journal=tmp_path / "j")
 
 
@@ -501,30 +503,42 @@ def test_a_journal_with_an_odd_name_is_replayed_while_it_is_written(tmp_path):
     assert sorted(sizes) == sizes
 
 
-CHILD = Path(__file__).with_name("killed_run.py")
+LONG = [
+    Pass(RootRollouts(2), Budget(continuations=2)),
+    Pass(Uniform(), Budget(tokens=100)),
+    Pass(ValueRefinement(), Budget(tokens=150)),
+]
 
 
-def test_killed_at_20_moments_and_resumed_equals_one_that_was_not(tmp_path, monkeypatch):
-    def command(name):
-        return [sys.executable, str(CHILD), str(tmp_path / name)]
+def collect_long(path, report=lambda progress: None):
+    return run(
+        letter_agent(delay=0.001, failing=0.03), passes=LONG, num_workers=1, max_failures=1000, journal=path, report=report
+    )
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    subprocess.run(command("whole"), check=True)
-    whole = replay(tmp_path / "whole")
+
+def collect_and_tell(path, progress):
+    collect_long(path, report=lambda _: progress.send_bytes(b"one more outcome"))
+
+
+def test_killed_at_20_moments_and_resumed_equals_one_that_was_not(tmp_path):
+    whole = collect_long(tmp_path / "whole")
     assert_settled(whole)
     draw = np.random.default_rng(0)
-    for moment in [*draw.uniform(0.0, 0.5, 16), *draw.uniform(0.8, 2.0, 4)]:  # value refinement compiles before it goes on
-        process = subprocess.Popen(command("killed"), stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()  # "collecting": the imports are over
-        time.sleep(moment)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    for num_outcomes in draw.integers(1, 9, 20):
+        progress, child_end = PROCESSES.Pipe(duplex=False)
+        process = PROCESSES.Process(target=collect_and_tell, args=(tmp_path / "killed", child_end))
+        process.start()
+        child_end.close()
+        for _ in range(num_outcomes):
+            progress.recv_bytes()
+        time.sleep(draw.uniform(0.0, 0.01))  # somewhere within the attempts that follow
+        process.kill()
+        process.join()
+        progress.close()
         partial = replay(tmp_path / "killed")
         attempts = [n.attempt for t in partial.trees if t for n in t.nodes[1:]]
         assert len(set(attempts)) == sum(ledger.continuations for group in partial.ledgers for ledger in group)
-    subprocess.run(command("killed"), check=True)
-    resumed = replay(tmp_path / "killed")
+    resumed = collect_long(tmp_path / "killed")
     assert_settled(resumed)
     assert_same(whole, resumed)
+    assert_same(resumed, replay(tmp_path / "killed"))

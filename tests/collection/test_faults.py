@@ -1,18 +1,15 @@
 """Bad input and faults: each is refused or recorded with a message that says what was expected, and the journal survives."""
 
 import asyncio
-import os
+import resource
 import shutil
 import sqlite3
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated import LetterEnvironment, LetterSampler, letter_agent, make_tree
+from simulated import PROCESSES, LetterEnvironment, LetterSampler, collect_letters, letter_agent, make_tree
 
 from focus_jax.agents import EnvironmentFailure, Observation, Sample
 from focus_jax.collection import (
@@ -23,12 +20,10 @@ from focus_jax.collection import (
     Pass,
     Probes,
     Random,
-    RandomCritic,
     RootRollouts,
     TokenEntropy,
     Uniform,
     ValueRefinement,
-    collect,
     focus_credit,
     grpo_credit,
     replay,
@@ -36,12 +31,10 @@ from focus_jax.collection import (
 )
 
 TASKS = {f"p{i}": f"task {i}" for i in range(2)}
-CRITIC = RandomCritic(1)
 ROOTS = Pass(RootRollouts(1), Budget(continuations=1))
 
 
-def run(agent=None, tasks=TASKS, passes=(ROOTS,), critic=CRITIC, make_environment=LetterEnvironment, **knobs):
-    return asyncio.run(collect(agent or letter_agent(), critic, tasks, passes, make_environment=make_environment, **knobs))
+run = partial(collect_letters, tasks=TASKS, passes=(ROOTS,))
 
 
 @pytest.mark.parametrize("name", [1, (1, 2), None, "\ud800"])
@@ -306,23 +299,23 @@ def test_another_runs_journal_is_refused_with_the_setting_that_differs(tmp_path)
         Journal(tmp_path / "j", {"seed": 0, "agent": {"max_turns": 5, "gamma": 1.0}})
 
 
-FULL_DISK = """
-import resource, sys
-from test_faults import run
-from focus_jax.collection import JournalError
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
-try:
-    run(journal=sys.argv[1])
-except JournalError as error:
-    print(error)
-"""
+def collect_on_a_full_disk(path, limit, answer):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        run(journal=path)
+    except JournalError as error:
+        answer.send(str(error))
 
 
 @pytest.mark.parametrize("limit", [5_000, 60_000])
-def test_a_full_disk_stops_the_run_and_the_journal_goes_on_afterwards(tmp_path, monkeypatch, limit):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
-    arguments = [sys.executable, "-c", FULL_DISK, str(tmp_path / "j"), str(limit)]
-    child = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert "journal" in child.stdout
-    assert "disk" in child.stdout
+def test_a_full_disk_stops_the_run_and_the_journal_goes_on_afterwards(tmp_path, limit):
+    answer, child_end = PROCESSES.Pipe(duplex=False)
+    child = PROCESSES.Process(target=collect_on_a_full_disk, args=(tmp_path / "j", limit, child_end))
+    child.start()
+    child_end.close()
+    message = answer.recv()
+    assert "journal" in message
+    assert "disk" in message
+    child.join()
+    answer.close()
     assert [group[0].continuations for group in run(journal=tmp_path / "j").ledgers] == [1, 1]

@@ -131,6 +131,7 @@ def test_describe_and_recorded_are_inverse():
     for rule in RULES:
         spec = Pass(rule, Budget(tokens=10), max_attempts=4)
         again = Pass.recorded(spec.describe())
-        assert (again.name, again.is_probe, again.window, again.budget) == (spec.name, spec.is_probe, spec.window, spec.budget)
+        assert (again.is_probe, again.window, again.budget) == (spec.is_probe, spec.window, spec.budget)
+        assert again.attempt_limit == spec.attempt_limit
         with pytest.raises(ValueError, match="chooses nothing"):
             again.rule(make_frontier(0, 3), 1, max_pending=1)
