@@ -76,10 +76,10 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows, cache: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
         mixer = self.linear_attn if self.is_linear else self.self_attn
-        y, cache = mixer(self.input_layernorm(x), rows, cache)
-        x = constrain(x + y, "fsdp", None, None)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return constrain(x, "fsdp", None, None), cache
+        y, cache = mixer(constrain(self.input_layernorm(x), "fsdp", None, None), rows, cache)
+        x = constrain(x + y, "fsdp", "tensor", None)
+        y = self.mlp(constrain(self.post_attention_layernorm(x), "fsdp", None, None))
+        return constrain(x + y, "fsdp", "tensor", None), cache
 
 
 class Block(nnx.Module):
@@ -105,7 +105,8 @@ class Decoder(nnx.Module):
     Args:
         config: its shape.
         dtype: of the computation; parameters are float32.
-        remat: what the backward pass may keep of a block (a policy of `jax.checkpoint_policies`), or None to keep all.
+        remat: what the backward pass may keep of a layer beside its input (a policy of `jax.checkpoint_policies`), or None
+            to keep all.
         key: typed PRNG key of the initial parameters.
 
     Example:
@@ -152,11 +153,17 @@ class Decoder(nnx.Module):
         cos, sin = rotary_angles(positions, self.config)
         rows = Rows(cos, sin, valid, segment_ids)
 
-        def body(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
-            return block(x, rows)[0], None
+        def run(layer: Layer, x: jax.Array) -> jax.Array:
+            return layer(x, rows, None)[0]
 
-        if self.remat is not None:
-            body = jax.checkpoint(body, policy=self.remat, prevent_cse=False)
+        if self.remat is not None:  # layer by layer: the backward pass then holds one layer's activations, not a block's
+            run = jax.checkpoint(run, policy=self.remat)
+
+        def body(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
+            for layer in block.layers:
+                x = run(layer, x)
+            return x, None
+
         x, _ = jax.lax.scan(body, self._embed(tokens, valid), self.blocks)
         return self._final_norm(x)
 
@@ -199,7 +206,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: jax.Array, valid: jax.Array | None) -> jax.Array:
         if valid is not None:
             tokens = jnp.where(valid, tokens, 0)  # padding may hold any number
-        return constrain(self.embed_tokens[...][tokens].astype(self.dtype), "fsdp", None, None)
+        return constrain(self.embed_tokens[...][tokens].astype(self.dtype), "fsdp", "tensor", None)
 
     def _final_norm(self, x: jax.Array) -> jax.Array:
         return jax.tree.map(lambda leaf: leaf[0], self.norm)(x)

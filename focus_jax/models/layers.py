@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from focus_jax.models.config import ModelConfig
-from focus_jax.models.sharding import Axis, normal, param
+from focus_jax.models.sharding import Axis, constrain, normal, param
 
 
 class Linear(nnx.Module):
@@ -43,9 +43,15 @@ class Linear(nnx.Module):
         self.weight = param(normal(key, (blocks, out_size, in_size)), None, *axes)
         self.bias = param(jnp.zeros((blocks, out_size)), None, axes[0]) if bias else None
         self.dtype = dtype
+        # The features that stay split over `tensor`, here and backward; those of the other side are whole or summed up.
+        self.in_axis, self.out_axis = (axis if axis == "tensor" else None for axis in reversed(axes))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.in_axis is not None:
+            x = constrain(x, "fsdp", None, self.in_axis)
         y = matmul_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))
+        if self.out_axis is not None:
+            y = constrain(y, "fsdp", None, self.out_axis)
         return y if self.bias is None else y + like(self.bias[...].astype(self.dtype), y)
 
 
@@ -56,6 +62,10 @@ def like(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x W^T for x [..., in] and W [out, in]."""
+    if x.ndim == 3 and x.shape[1] == 1:
+        # One token a row: with the weights on the left, XLA's product for CPUs is almost twice as fast. The barrier keeps
+        # the compiler from turning it around again.
+        return jax.lax.optimization_barrier(weight @ x[:, 0].T).T[:, None]
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
 
 
