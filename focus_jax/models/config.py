@@ -20,6 +20,14 @@ MODEL_TYPES: dict[str, Family] = {
     "qwen3_5": "qwen3_5",
 }
 
+# What transformers' classes fill in where a config.json leaves a field out; None is worked out from the others.
+DEFAULTS: dict[Family, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+    "qwen2": {"num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+    "qwen3_5": {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25},
+}
+
 
 class ConfigError(ValueError):
     """A config.json that is missing, broken, or asks for something this implementation does not do."""
@@ -150,35 +158,30 @@ class ModelConfig:
         """
         if not isinstance(fields, Mapping):
             raise ConfigError(f"expected an object, got {type(fields).__name__}")
-        outer = fields
         model_type = fields.get("model_type")
         family = MODEL_TYPES.get(str(model_type))
         if family is None:
             raise ConfigError(f"`model_type` {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
-        if isinstance(fields.get("text_config"), Mapping):  # the vision + text class
-            fields = {"tie_word_embeddings": outer.get("tie_word_embeddings"), **fields["text_config"]}
-        read = _Fields(fields)
-        _refuse_unsupported(read)
+        if isinstance(text := fields.get("text_config"), Mapping):  # the vision + text class, whose own word goes first
+            own = ("tie_word_embeddings", "quantization_config")
+            fields = {**text, **{name: fields[name] for name in own if fields.get(name) is not None}}
+        read = _Fields({**DEFAULTS[family], **fields})
+        _refuse_unsupported(read, family)
         hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
-        if family == "qwen2":
-            head_dim = hidden // heads
-        else:
-            head_dim = read.size("head_dim", 256 if family == "qwen3_5" else 128 if family == "qwen3" else hidden // heads)
+        if not read.get("head_dim") and not DEFAULTS[family]["head_dim"] and hidden % heads:
+            raise ConfigError(f"expected `head_dim`, or `hidden_size` a multiple of `num_attention_heads`, got {hidden}, {heads}")
+        head_dim = read.size("head_dim", DEFAULTS[family]["head_dim"] or hidden // heads)
         kv_heads = read.size("num_key_value_heads", heads)
         if heads % kv_heads:
             raise ConfigError(
                 f"expected `num_attention_heads` to be a multiple of `num_key_value_heads`, got {heads}, {kv_heads}"
             )
         rope = read.rope()
-        partial = float(
-            rope.get("partial_rotary_factor") or read.get("partial_rotary_factor") or (0.25 if family == "qwen3_5" else 1.0)
-        )
+        partial = _Fields(rope).number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
         rotary_dim = int(head_dim * partial)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise ConfigError(f"`partial_rotary_factor` {partial} of a head of {head_dim} leaves no even number of dimensions")
         layer_types = _layer_types(read, family)
-        # Tied where the field is absent is what each class's own default says.
-        tied = read.get("tie_word_embeddings")
         bias = bool(read.get("attention_bias"))
         return ModelConfig(
             family=family,
@@ -189,11 +192,11 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             layer_types=layer_types,
-            tied=bool(tied),
-            max_positions=read.size("max_position_embeddings", 32768),
-            rope_theta=float(rope.get("rope_theta") or read.get("rope_theta") or 10000.0),
+            tied=bool(read.get("tie_word_embeddings")),
+            max_positions=read.size("max_position_embeddings"),
+            rope_theta=_Fields(rope).number("rope_theta", read.number("rope_theta", 10000.0)),
             partial_rotary=partial,
-            norm_eps=float(read.get("rms_norm_eps") or 1e-6),
+            norm_eps=read.number("rms_norm_eps", 1e-6),
             qkv_bias=True if family == "qwen2" else bias,
             out_bias=False if family == "qwen2" else bias,
             delta=_delta(read) if "linear_attention" in layer_types else None,
@@ -225,6 +228,10 @@ class ModelConfig:
             "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "use_cache": True,
+            # Left out, they are what the class makes of them, which need not be this model's.
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
         }
         if self.family != "qwen2":
             fields["attention_bias"] = self.qkv_bias
@@ -260,18 +267,33 @@ class _Fields:
             raise ConfigError(f"`{name}`: expected a positive whole number, got {value!r}")
         return value
 
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"`{name}`: expected a number, got {value!r}")
+        return float(value)
+
     def rope(self) -> Mapping[str, Any]:
-        return self.get("rope_parameters") or self.get("rope_scaling") or {}
+        rope = self.get("rope_scaling") or self.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+            raise ConfigError(f"expected the rotary embedding's parameters, the same for all layers, got {rope!r}")
+        return rope
 
 
-def _refuse_unsupported(read: _Fields) -> None:
+def _refuse_unsupported(read: _Fields, family: Family) -> None:
     """Name every option that would change the numbers and is not implemented."""
     rope = read.rope()
     kind = rope.get("rope_type") or rope.get("type") or "default"
     problems = []
     if kind not in ("default", "mrope"):  # for text, mrope's three position rows are one and the same
         problems.append(f"rope type {kind!r} (supported: 'default')")
-    if read.get("use_sliding_window") or "sliding_attention" in (read.get("layer_types") or ()):
+    if read.get("rope_interleaved"):
+        problems.append("`rope_interleaved`")
+    partial = rope.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1
+    if family != "qwen3_5" and partial != 1:
+        problems.append(f"`partial_rotary_factor` {partial} with `model_type` {family!r}")
+    if _has_sliding_window(read, family):
         problems.append("sliding-window attention")
     if any(read.get(name) for name in ("num_experts", "num_local_experts", "moe_intermediate_size")):
         problems.append("mixture of experts")
@@ -279,10 +301,22 @@ def _refuse_unsupported(read: _Fields) -> None:
         problems.append(f"`hidden_act` {act!r} (supported: 'silu')")
     if read.get("mlp_bias"):
         problems.append("`mlp_bias`")
+    if read.get("attn_output_gate") is False:
+        problems.append("`attn_output_gate` false")
     if read.get("quantization_config"):
         problems.append("quantised weights (`quantization_config`); save the model dequantised first")
     if problems:
         raise ConfigError(f"not supported: {'; '.join(problems)}")
+
+
+def _has_sliding_window(read: _Fields, family: Family) -> bool:
+    """Whether any layer is one; older configs say so by its number, with the window and first layer of the Qwen classes."""
+    if (types := read.get("layer_types")) is not None:
+        return "sliding_attention" in types
+    if family not in ("qwen2", "qwen3") or not read.get("use_sliding_window"):
+        return False
+    first = read.get("max_window_layers", 28)
+    return read.get("sliding_window", 4096) is not None and first < read.size("num_hidden_layers")
 
 
 def _layer_types(read: _Fields, family: Family) -> tuple[LayerType, ...]:
