@@ -1,7 +1,7 @@
 """Log-probabilities and entropies against the whole softmax, in any pieces, on any mesh, within little memory."""
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +53,7 @@ def assert_close(got, want, value=1e-5, gradient=1e-4):
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("chunk", "temperature"), [(None, 1.0), ((5, 7), 0.7), ((21, 48), 1.3), ((1, 32), 1.0), ((8, 1), 1.0)], ids=str
-)
+@pytest.mark.parametrize(("chunk", "temperature"), [(None, 1.0), ((5, 7), 0.7), ((8, 1), 1.3)], ids=str)
 def test_equal_the_whole_softmax_in_any_pieces(chunk, temperature):
     inputs = make_inputs()
     got = evaluate(*inputs, temperature=temperature, chunk=chunk)
@@ -87,7 +85,7 @@ def test_half_precision_is_summed_in_float32():
     scores, (d_hidden, d_head) = evaluate(hidden, head, *rest, chunk=(5, 7))
     assert (d_hidden.dtype, d_head.dtype) == (jnp.bfloat16, jnp.float32)
     assert_close((scores, (d_hidden.astype(jnp.float32), d_head)), want, gradient=2e-2)
-    assert evaluate(hidden, rounded, *rest)[1][1].dtype == jnp.bfloat16
+    assert jax.eval_shape(evaluate, hidden, rounded, *rest)[1][1].dtype == jnp.bfloat16
     # B30: logits 20.03 and 20 would be equal in bfloat16.
     logprobs = token_logprobs(jnp.ones(2, jnp.bfloat16), jnp.array([[20, 0.03], [20, 0]], jnp.bfloat16), jnp.array(0)).logprobs
     np.testing.assert_allclose(logprobs, -0.678260, atol=5e-5)
@@ -137,8 +135,6 @@ def test_b30_memory_is_a_small_share_of_the_dense_versions():
     dense, ours = (temporary_bytes(how, 4096, 32768, 64) for how in ("dense", "chunked"))
     assert ours < 0.02 * dense
     assert temporary_bytes("chunked", 4096, 32768, 64, chunk=(256, 32768)) < 3 * 256 * 32768 * 4
-    # Nothing of this size is kept where there are more positions than a piece, either.
-    assert temporary_bytes("chunked", 16384, 32768, 64) < 2 * ours + 4 * 16384 * 64 * 4
 
 
 def test_b65_one_compile_per_shape():
@@ -149,6 +145,7 @@ def test_b65_one_compile_per_shape():
     assert scoring._token_logprobs._cache_size() == before + 2
 
 
+@cache
 def make_decoder():
     model = Decoder(MODEL, key=jax.random.key(0))
     return jax.tree.map(lambda leaf: leaf * 5, model)  # sharper than where it starts
@@ -196,14 +193,15 @@ def scored(model, tokens, segments):
     return score(model, tokens, segments, temperature=0.7)
 
 
-def test_b05_two_of_five_tokens_are_trained_and_rows_may_be_whole():
-    # P1 P2 P3 R1 R2: the score of R2 changes with it and with what is before, not the scores of those before it.
-    tokens = jnp.array([[3, 1, 4, 1, 5], [3, 1, 4, 1, 9]])
-    whole, as_segment = (scored(make_decoder(), tokens, ids) for ids in (None, jnp.ones_like(tokens)))
+def test_b05_a_token_changes_its_own_score_and_later_ones():
+    tokens = np.random.default_rng(1).integers(0, 61, 16).astype(np.int32) * np.ones((3, 1), np.int32)
+    tokens[1, 4], tokens[2, 15] = 60 - tokens[1, 4], 60 - tokens[2, 15]
+    whole, as_segment = (scored(make_decoder(), tokens, ids) for ids in (None, np.ones_like(tokens)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), whole, as_segment)
-    np.testing.assert_allclose(whole.logprobs[0, :4], whole.logprobs[1, :4], atol=1e-6)
-    assert whole.logprobs[0, 4] != whole.logprobs[1, 4]
-    np.testing.assert_allclose(whole.entropy[0], whole.entropy[1], atol=1e-6)
+    differs = np.abs(whole.logprobs[1:] - whole.logprobs[:1]) > 1e-5
+    assert np.array_equal(np.argmax(differs, 1), [4, 15])  # nothing before it
+    assert differs[0].sum() > 6
+    np.testing.assert_allclose(whole.entropy[2], whole.entropy[0], atol=1e-6)
 
 
 def test_the_gradient_reaches_a_model_on_a_mesh():
