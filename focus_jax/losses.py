@@ -56,7 +56,7 @@ def policy_loss(
     Example:
         >>> logprobs, old = jnp.log(jnp.array([0.6, 0.6])), jnp.log(jnp.array([0.4, 0.4]))
         >>> total, weight = policy_loss(logprobs, old, jnp.array([1.0, -1.0]))
-        >>> print((total / weight).round(4))  # (-1.2 + 1.5) / 2
+        >>> print(f"{total / weight:.2f}")  # (-1.2 + 1.5) / 2
         0.15
 
     Source: project page, "Give the recovery its own learning signal".
@@ -145,7 +145,7 @@ def kl_penalty(
 
     Example:
         >>> total, weight = kl_penalty(jnp.array([-1.0, -2.0]), jnp.array([-2.0, -1.0]))
-        >>> print((total / weight).round(4))  # (0.3679 + 0.7183) / 2
+        >>> print(f"{total / weight:.4f}")  # (0.3679 + 0.7183) / 2
         0.5431
 
     Source: an option beside the project page's loss.
