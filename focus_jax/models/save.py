@@ -199,6 +199,7 @@ def _write_tensors(folder: Path, entries: list[_Entry], max_shard_bytes: int) ->
     names = names if len(shards) > 1 else [WEIGHTS]
     for name, shard in zip(names, shards, strict=True):
         save_file({entry.name: entry.fetch(entry.dtype) for entry in shard}, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(folder.stat().st_mode & 0o666)  # the library's files are for their owner alone
         _sync(folder / name)
     if len(shards) > 1:
         places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
@@ -208,9 +209,10 @@ def _write_tensors(folder: Path, entries: list[_Entry], max_shard_bytes: int) ->
 
 def _with_dtype(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The fields of a config.json that say what the tensors are stored in, to transformers 5 and 4."""
-    inner = fields.get("text_config")
     fields = {**fields, "dtype": dtype, "torch_dtype": dtype}
-    return {**fields, "text_config": {**inner, "dtype": dtype}} if isinstance(inner, dict) else fields
+    if isinstance(inner := fields.get("text_config"), dict):
+        fields["text_config"] = {name: dtype if name in ("dtype", "torch_dtype") else value for name, value in inner.items()}
+    return fields
 
 
 def _write_json(file: Path, value: Any) -> None:
