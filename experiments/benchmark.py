@@ -8,12 +8,13 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 from typing import Any, Union
 
 import tyro
-from benchmarks import collector, kernels
+from benchmarks import ahead_of_time, collector, kernels
 
 # A command is a dataclass of its options and the function that takes them; one line adds one.
 COMMANDS: dict[Any, Any] = {
     kernels.Kernels: kernels.main,
     collector.Collector: collector.main,
+    ahead_of_time.AheadOfTime: ahead_of_time.main,
 }
 
 

@@ -75,7 +75,8 @@ def abstract(tree: Tree) -> Tree:
     def place(variable: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
         value = variable.get_value()
         sharding = jax.sharding.NamedSharding(mesh, spec(value.shape, _axes(variable, value.ndim)))
-        return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+        leaf: Any = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        return variable.replace(leaf)
 
     return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
@@ -91,18 +92,17 @@ def shard_rows(batch: Tree) -> Tree:
     if jax.sharding.get_abstract_mesh().empty:
         return jax.tree.map(jnp.asarray, batch)
     mesh = jax.sharding.get_mesh()
-    axes = ("fsdp",)
 
     def put(x: Any) -> jax.Array:
-        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec(x.shape[:1], axes[: x.ndim])))
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec(x.shape[:1], ("fsdp",))))
 
     return jax.tree.map(put, batch)
 
 
 def mesh_of(tree: Any) -> jax.sharding.Mesh | None:
     """The mesh that the arrays of a model are split over, or None where they live on one device."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
-    return next((s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)), None)
+    meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], stddev: float = 0.02) -> jax.Array:
