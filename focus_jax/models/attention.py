@@ -9,6 +9,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from focus_jax.models.sharding import constrain, spec
+
 # Query rows per piece where the full score matrix would be too large to hold.
 BLOCK = 512
 
@@ -61,14 +63,19 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.
 
     Returns:
         [B, T, H, d] in the dtype of `q`. Tokens of segment 0 see each other, which keeps their numbers finite.
+
+    On NVIDIA GPUs half precision goes to cuDNN's flash attention through `jax.nn.dot_product_attention`, which skips what
+    lies above the diagonal. Rows with segments pass a mask beside that: JAX makes it a bias [B, 1, T, T], so their memory
+    grows with T^2 (once per row, not per head; its unused gradient is as large). Everything else takes the plain path,
+    in blocks where rows are long. The cuDNN calls were written from JAX's sources and have never run on a GPU.
     """
     length = q.shape[1]
     index = jnp.arange(length)
     if _has_flash_attention(q):
-        if segment_ids is None:
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-        mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[:, None] >= index[None])[None]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
+        heads = spec(k.shape, ("fsdp", None, "tensor", None))[2]  # cuDNN wants all three split alike, and by heads only
+        q, k, v = (constrain(x, "fsdp", None, heads, None) for x in (q, k, v))
+        mask = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
 
     def visible(rows: jax.Array) -> jax.Array:
         earlier = (rows[:, None] >= index[None])[None]
@@ -123,10 +130,17 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: Callable[[jax.Arr
 
 
 def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    with jax.numpy_dtype_promotion("standard"):  # inside, half precision meets float32
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="xla")
+    """In float32 throughout: half precision would meet it in the backward pass."""
+    out = jax.nn.dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask=mask[:, None], implementation="xla")
+    return out.astype(q.dtype)
 
 
 def _has_flash_attention(q: jax.Array) -> bool:
-    """cuDNN's kernel takes half precision only."""
-    return jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0
+    """Whether cuDNN's kernel takes it, backward as well: half precision, heads of up to 128 (256 from Hopper on), even T."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", "")  # "9.0"; GPUs of other makers have names
+    if device.platform != "gpu" or not capability[:1].isdigit():
+        return False
+    largest = 256 if float(capability) >= 9 else 128
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= largest and q.shape[1] % 2 == 0
+    return fits and float(capability) >= 8 and q.dtype in (jnp.bfloat16, jnp.float16)

@@ -65,9 +65,7 @@ class GatedDeltaNet(nnx.Module):
         sizes, keys = self.sizes, self.sizes.num_key_heads * self.sizes.key_dim
         u = self.in_proj_qkv(x)
         q, k, v = jnp.split(jax.nn.silu(self.conv1d(u, rows, inputs)), (keys, 2 * keys), axis=-1)
-        # Consecutive value heads share a key head.
-        repeat = sizes.num_value_heads // sizes.num_key_heads
-        q, k = (jnp.repeat(l2_normalize(split_heads(w, sizes.key_dim)), repeat, axis=-2) for w in (q, k))
+        q, k = (l2_normalize(split_heads(w, sizes.key_dim)) for w in (q, k))
         beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
         a = self.in_proj_a(x).astype(jnp.float32)
         g = -like(jnp.exp(self.A_log[...]), a) * jax.nn.softplus(a + like(self.dt_bias[...], a))
