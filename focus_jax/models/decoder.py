@@ -230,7 +230,7 @@ def empty_cache(config: ModelConfig, num_rows: int, length: int, *, dtype: DType
 
     def layer(kind: LayerType) -> LayerCache:
         if kind == "full_attention":
-            shape = (num_rows, length, config.num_kv_heads, config.head_dim)
+            shape = (num_rows, config.num_kv_heads, length, config.head_dim)
             return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         assert config.delta is not None
         sizes = config.delta
