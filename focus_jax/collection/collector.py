@@ -11,7 +11,7 @@ import operator
 import threading
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,8 +149,8 @@ class _Collector:
     report: Callable[[Progress], None]
     round: Round
     journal: Journal
-    attempts: set[asyncio.Task[None]] = field(default_factory=set)
-    ended: asyncio.Queue[Outcome] = field(default_factory=asyncio.Queue)
+    attempts: set[asyncio.Task[Outcome]] = field(default_factory=set)
+    ended: asyncio.Queue[asyncio.Task[Outcome]] = field(default_factory=asyncio.Queue)
     error: BaseException | None = None
     score: float = math.nan
 
@@ -159,8 +159,8 @@ class _Collector:
         await self._start_problems()
         try:
             self._advance([])
-            while self.round.launches:
-                self._advance([await self.ended.get(), *self._ended_too()])
+            while self.attempts:
+                self._advance(await self._outcomes())
         finally:
             await self._drain()
         self.round.conclude()
@@ -229,7 +229,7 @@ class _Collector:
             raise self.error
         for launch in launches:
             self.attempts.add(task := asyncio.create_task(self._attempt(launch)))
-            task.add_done_callback(self.attempts.discard)
+            task.add_done_callback(self.ended.put_nowait)
             self.score = launch.score
         self.report(Progress(self.round, len(self.round.launches), self.score))
 
@@ -281,19 +281,17 @@ class _Collector:
             launches.append(launch)
         return launches
 
-    async def _attempt(self, launch: Launch) -> None:
+    async def _attempt(self, launch: Launch) -> Outcome:
         """Run a launch and tell how it ended; what is nobody's failure but a mistake in a program ends the run."""
         spent: list[int] = []
         try:
-            continuation = await self._continue(launch, spent.append)
-            outcome = Outcome(launch.attempt, "finished", None, sum(spent), continuation)
+            continuation = await self._continue(launch, lambda num_tokens: spent.append(int(num_tokens)))
+            return Outcome(launch.attempt, "finished", None, sum(spent), continuation)
         except BaseException as error:
-            failure = self._classify(error)
-            if failure is None:
-                self.error = self.error or error
-            kind, message = (INTERRUPTED, repr(error)) if failure is None else (failure.kind, failure.message)
-            outcome = Outcome(launch.attempt, kind, message, sum(spent), None)
-        self.ended.put_nowait(outcome)
+            if (failure := self._classify(error)) is not None:
+                return Outcome(launch.attempt, failure.kind, failure.message, sum(spent), None)
+            self.error = self.error or error
+            return Outcome(launch.attempt, INTERRUPTED, repr(error), sum(spent), None)
 
     async def _continue(self, launch: Launch, charge: Callable[[int], None]) -> Continuation:
         """One continuation from a copy of its node's state to the end of its episode."""
@@ -332,18 +330,22 @@ class _Collector:
             raise AttemptFailure("critic", f"expected {len(states)} finite values, got {values!r}")
         return values.tolist()
 
-    def _ended_too(self) -> Iterator[Outcome]:
-        """What has ended by now."""
+    async def _outcomes(self) -> list[Outcome]:
+        """Of one attempt or more, as soon as there are any."""
+        attempts = [await self.ended.get()]
         while not self.ended.empty():
-            yield self.ended.get_nowait()
+            attempts.append(self.ended.get_nowait())
+        outcomes = [attempt.result() for attempt in attempts]
+        self.attempts.difference_update(attempts)
+        return outcomes
 
     async def _drain(self) -> None:
         """Stop what is still in flight (an error or Ctrl-C ends the run) and charge what it generated."""
-        for task in self.attempts:
-            task.cancel()
+        for attempt in self.attempts:
+            attempt.cancel()
         await asyncio.gather(*self.attempts, return_exceptions=True)
         with contextlib.suppress(JournalError):  # where the journal is what broke, the first error says so
-            self._record(list(self._ended_too()))
+            self._record([a.result() for a in self.attempts if not a.cancelled() and a.exception() is None])
 
     def _record(self, outcomes: list[Outcome]) -> None:
         self.journal.write(outcomes, [])

@@ -232,16 +232,26 @@ def test_a_critic_that_fails_is_recorded_as_such():
         run(critic=Broken())
 
 
-def test_a_programming_error_is_raised_not_recorded(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (TypeError("a bug"), TypeError),
+        (asyncio.CancelledError("by nobody here"), asyncio.CancelledError),
+        (SamplerError("down", num_tokens="many"), ValueError),
+    ],
+    ids=["bug", "cancellation", "bad count"],
+)
+def test_a_programming_error_is_raised_not_recorded(tmp_path, error, raised):
     class Typo(LetterSampler):
         model = "LetterSampler"  # as far as a journal can tell, the policy that goes on afterwards
 
         async def sample(self, prompt_ids, params):
-            raise TypeError("a bug")
+            raise error
 
-    with pytest.raises(TypeError, match="a bug"):
+    with pytest.raises(raised, match=r"a bug|by nobody here|many"):
         run(replace(letter_agent(), sampler=Typo()), journal=tmp_path / "j")
     # What was in flight is on record as interrupted; the journal can be continued.
+    assert_settled(replay(tmp_path / "j"))
     round_ = run(letter_agent(), journal=tmp_path / "j")
     assert_settled(round_)
 
