@@ -36,6 +36,9 @@ def serve(settings: dict[str, Any]) -> xllamacpp.Server:
     params.cpuparams_batch.n_threads = settings["num_threads"]
     params.n_threads_http = settings["num_http_threads"]
     params.cache_ram_mib = settings["prompt_cache_mib"]
+    if settings["exact_attention"]:
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.fit_params = False  # it would shrink the context silently
     params.warmup = False
     params.ui = False
