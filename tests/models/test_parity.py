@@ -11,7 +11,7 @@ from checkpoints import FAMILIES, VOCAB, make_oracle, save_oracle, smollm2_folde
 from flax import nnx
 from transformers import AutoModelForCausalLM
 
-from focus_jax.models import empty_cache, load_hf
+from focus_jax.models import empty_cache, for_decoding, load_hf
 from focus_jax.models.checkpoint import parameter_path
 from focus_jax.sampling.tokenizers import HFTokenizer
 
@@ -138,7 +138,7 @@ def test_smollm2_gives_the_loss_and_32_greedy_tokens_of_transformers():
         expected = oracle(torch.tensor(text), labels=torch.tensor(text)).loss.item()
     assert 1 < expected < 4  # it knows English
     assert mean_loss(logits_of(model, text), text) == pytest.approx(expected, abs=1e-4)
-    answer = continue_greedily(model, question, 32)
+    answer = continue_greedily(for_decoding(model), question, 32)
     logits = torch_logits(oracle, np.concatenate([question, answer], 1))
     np.testing.assert_array_equal(answer, logits[:, question.shape[1] - 1 : -1].argmax(-1))
     assert "Paris" in tokenizer.decode(answer[0].tolist())
