@@ -1,19 +1,21 @@
 """Measure the package: `python experiments/benchmark.py kernels`, or another of the commands below."""
 
 import os
+import sys
 
-# Two host devices for the sharded measurements; read when jax is first used.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+if "kernels" in sys.argv:  # two host devices for its sharded measurements; read when jax is first used
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 
 from typing import Any, Union
 
 import tyro
-from benchmarks import ahead_of_time, collector, kernels
+from benchmarks import ahead_of_time, collector, kernels, models
 
 # A command is a dataclass of its options and the function that takes them; one line adds one.
 COMMANDS: dict[Any, Any] = {
     kernels.Kernels: kernels.main,
     collector.Collector: collector.main,
+    models.Models: models.main,
     ahead_of_time.AheadOfTime: ahead_of_time.main,
 }
 
