@@ -140,9 +140,14 @@ def _attend_one(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> ja
 
 
 def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """In float32 throughout: half precision would meet it in the backward pass."""
-    out = jax.nn.dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask=mask[:, None], implementation="xla")
-    return out.astype(q.dtype)
+    """One product for all queries of a key head, in float32: half precision would meet it in the backward pass."""
+    dtype = q.dtype
+    q, k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (q, k, v))
+    grouped = (q * q.shape[-1] ** -0.5).reshape(*k.shape[:2], -1, k.shape[-1])
+    scores = jnp.einsum("bkqd,bksd->bkqs", grouped, k).reshape(*q.shape[:3], -1)
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
+    out = jnp.einsum("bkqs,bksd->bkqd", weights.reshape(*grouped.shape[:3], -1), v)
+    return out.reshape(q.shape).swapaxes(1, 2).astype(dtype)
 
 
 def _has_flash_attention(q: jax.Array) -> bool:
