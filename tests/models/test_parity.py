@@ -128,6 +128,7 @@ north," she told him. "They said that last year," he answered, and pulled the kn
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.slow
 def test_smollm2_gives_the_loss_and_32_greedy_tokens_of_transformers():
     folder = smollm2_folder()
     tokenizer = HFTokenizer(folder)
