@@ -19,7 +19,7 @@ from focus_jax.models.decoding import Settings, decode, empty_slots, for_decodin
 from focus_jax.models.prefixes import PrefixStore, Saved, shared_length
 from focus_jax.models.sharding import mesh_of
 
-_SMALLEST_CACHE = 256
+_SMALLEST_CACHE = 128
 _SMALLEST_PREFILL = 16
 
 
