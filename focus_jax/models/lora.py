@@ -67,8 +67,8 @@ def add_lora(model: MODULE, *, targets: Sequence[str] = ATTENTION, rank: int = 1
         >>> from focus_jax.models import Decoder, ModelConfig
         >>> config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2)
         >>> model = add_lora(Decoder(config, key=jax.random.key(0)), rank=4, key=jax.random.key(1))
-        >>> sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))  # of 147,712
-        6144
+        >>> sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))  # beside 164,288
+        5120
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685), section 4.1.
     """
