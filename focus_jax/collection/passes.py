@@ -18,7 +18,7 @@ import numpy as np
 from focus_jax.agents.describe import describe
 from focus_jax.collection.budget import Budget
 from focus_jax.collection.evidence import Frontier
-from focus_jax.scheduling import OutcomeStats, allocate, benefit_slope, beta_bernoulli
+from focus_jax.scheduling import OutcomeStats, benefit, benefit_slope, beta_bernoulli
 
 # (index into the frontier, score that bought it); in the order bought.
 Choice = tuple[int, float]
@@ -124,29 +124,29 @@ class ValueRefinement:
 
     def __call__(self, frontier: Frontier, num: int, *, max_pending: int) -> list[Choice]:
         stats = frontier.stats
-        columns = np.zeros((6, _bucket(len(frontier))), np.float32)
-        for column, content in zip(columns, (1, frontier.value, stats.count, stats.mean, stats.m2, stats.pending), strict=True):
+        columns = np.zeros((5, _bucket(len(frontier))), np.float32)
+        for column, content in zip(columns, (frontier.value, stats.count, stats.mean, stats.m2, stats.pending), strict=True):
             column[: len(frontier)] = content
+        pending = columns[4, : len(frontier)]
         choices: list[Choice] = []
-        while len(choices) < num:
-            found = np.asarray(_allocate(columns, np.float32(self.kappa), self.model, self.rule, max_pending))
-            for index, gain in zip(found[0].astype(int), found[1], strict=True):
-                if index < 0 or len(choices) == num:
-                    return choices
-                choices.append((int(index), float(gain)))
-                columns[5, index] += 1
+        # Workers come free one at a time; `allocate` takes many at once, but they would all wait while it compiles.
+        while len(choices) < num and len(frontier):
+            gains = np.asarray(_benefits(columns, np.float32(self.kappa), self.model, self.rule))[: len(frontier)]
+            gains = np.where((gains > 0) & (pending < max_pending), gains, 0)
+            pick = int(np.argmax(gains))
+            if gains[pick] == 0:
+                break
+            choices.append((pick, float(gains[pick])))
+            pending[pick] += 1
         return choices
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4))
-def _allocate(
-    columns: jax.Array, kappa: jax.Array, model: Callable[..., Any], rule: Callable[..., Any], max_pending: int
-) -> jax.Array:
-    """`allocate` with one array in and one out: most of what a call costs goes to the number of arrays that cross over."""
-    is_candidate, value, count, mean, m2, pending = columns
+@partial(jax.jit, static_argnums=(2, 3))
+def _benefits(columns: jax.Array, kappa: jax.Array, model: Callable[..., Any], rule: Callable[..., Any]) -> jax.Array:
+    """`benefit` of what stands in one array: most of what a small call costs goes to the number of arrays that cross over."""
+    value, count, mean, m2, pending = columns
     stats = OutcomeStats(count.astype(jnp.int32), mean, m2, pending.astype(jnp.int32))
-    found = allocate(value, stats, is_candidate > 0, 8, kappa=kappa, model=model, rule=rule, max_pending=max_pending)
-    return jnp.stack([found.index.astype(jnp.float32), found.benefit])  # exact below 16 million
+    return benefit(value, stats, kappa=kappa, model=model, rule=rule)
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _greedy(score: np.ndarray, num: int, room: np.ndarray, step: float = 0.0) ->
 
 def _bucket(size: int) -> int:
     """The next of a few sizes, so that little is compiled while the trees grow."""
-    bucket = 16384
+    bucket = 4096
     while bucket < size:
         bucket *= 4
     return bucket
