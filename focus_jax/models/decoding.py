@@ -76,9 +76,10 @@ def for_decoding(model: Decoder) -> Decoder:
     result.blocks = nnx.List(result.unstacked())
     for module in (part for _, part in nnx.iter_modules(result) if isinstance(part, Linear | Convolution)):
         module.weight.set_value(module.weight[...].astype(model.dtype))
-    for weight in (result.embed_tokens, result.lm_head):
+    # Copies, because a training step takes over the buffers of the model it is given.
+    for weight, dtype in ((result.embed_tokens, model.dtype), (result.lm_head, model.dtype), (result.norm.weight, jnp.float32)):
         if weight is not None:
-            weight.set_value(weight[...].astype(model.dtype))
+            weight.set_value(jnp.array(weight[...], dtype, copy=True))
     return result
 
 

@@ -91,10 +91,11 @@ def test_b57_b58_a_reply_depends_on_its_own_prompt_and_seed_alone(family, monkey
     alone = [run(model, [request], num_slots=4)[0] for request in requests]
     assert alone[0].ids == run(model, requests[:1], num_slots=4)[0].ids
     assert len({tuple(r.ids[:4]) for r in alone}) == 4
-    # Other company, fewer slots, shorter steps, prompts in pieces; caches that grow and shrink.
-    if family == "llama":
+    knobs = {"num_slots": 4, "prefill_tokens": 16}  # other company, prompts in pieces
+    if family == "llama":  # fewer slots, shorter steps; caches that grow and shrink
         monkeypatch.setattr(engine, "_SMALLEST_CACHE", 16)
-    together = run(model, requests[::-1] + requests, num_slots=2, num_steps=5, prefill_tokens=16)
+        knobs |= {"num_slots": 2, "num_steps": 5}
+    together = run(model, requests[::-1] + requests, **knobs)
     for i, reply in enumerate(alone):
         for other in (together[3 - i], together[4 + i]):
             assert (other.ids, other.finish_reason) == (reply.ids, reply.finish_reason)
@@ -260,11 +261,20 @@ def test_b52_half_precision_weights_are_cast_once_and_decay_rates_stay():
     apart = for_decoding(model)
     layer = apart.blocks[0].layers[0]
     assert (layer.mlp.up_proj.weight.dtype, layer.linear_attn.A_log.dtype) == (jnp.bfloat16, jnp.float32)
-    assert model.blocks.layers[0].mlp.up_proj.weight.dtype == jnp.float32
+    assert (apart.embed_tokens.dtype, apart.norm.weight.dtype) == (jnp.bfloat16, jnp.float32)
+    assert model.blocks.layers[0].mlp.up_proj.weight.dtype == model.embed_tokens.dtype == jnp.float32
     assert for_decoding(apart) is apart
-    got = generate(apart, PROMPTS, max_tokens=4, seeds=range(4))
+    got = generate(decoder("qwen2", jnp.bfloat16), PROMPTS, max_tokens=5, seeds=range(4))
     for row, prompt in enumerate(PROMPTS):
-        np.testing.assert_allclose(got.logprobs[row], score(model, prompt, got.ids[row]), atol=0.15)
+        np.testing.assert_allclose(got.logprobs[row], score(decoder("qwen2"), prompt, got.ids[row]), atol=0.15)
+
+
+def test_what_is_laid_out_outlives_the_buffers_it_was_made_from():
+    model = Decoder(CONFIGS["qwen3"], key=jax.random.key(0))
+    apart = for_decoding(model)
+    for leaf in jax.tree.leaves(model):
+        leaf.delete()
+    assert np.isfinite(generate(apart, PROMPTS, max_tokens=12, seeds=range(4)).logprobs).all()
 
 
 def test_a_model_on_a_mesh_generates_the_same():
