@@ -10,6 +10,9 @@ import numpy as np
 
 from focus_jax.models.decoding import Slots
 
+# States kept at most, so that looking through them stays a matter of a millisecond or two.
+_MOST = 1024
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -65,7 +68,7 @@ class PrefixStore:
             return
         self._saved[key] = saved
         self.num_bytes += saved.num_bytes
-        while self.num_bytes > self.max_bytes:
+        while self.num_bytes > self.max_bytes or len(self._saved) > _MOST:
             self.num_bytes -= self._saved.popitem(last=False)[1].num_bytes
 
     def holds(self, tokens: np.ndarray) -> bool:

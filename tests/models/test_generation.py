@@ -19,6 +19,7 @@ from focus_jax.models import (
     for_decoding,
     generate,
     make_mesh,
+    prefixes,
 )
 from focus_jax.models.draw import draw
 
@@ -130,6 +131,24 @@ def test_continuations_of_a_shared_prefix_read_it_once_and_stay_the_same(family)
     for reply, other in zip(plain + run(model, follow, num_slots=4), again, strict=True):
         assert reply.ids == other.ids
         np.testing.assert_allclose(reply.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_the_states_kept_are_those_used_last_and_fit_their_memory():
+    row = decoding.empty_slots(decoder(), 1, 8)
+    saved = [prefixes.Saved(np.array(tokens, np.int32), 8, row) for tokens in ([1, 2], [1, 2, 3, 4], [5], [6])]
+    store = prefixes.PrefixStore(3 * saved[0].num_bytes, can_cut=True)
+    for entry in saved[:3]:
+        store.add(entry)
+    assert store.find(np.array([1, 2, 3, 9])) == (saved[1], 3)  # the longest beginning they share
+    assert store.find(np.array([1, 2])) == (saved[0], 2)  # all of it: its output is known, the longer one's is not
+    assert store.find(np.array([7])) == (None, 0)
+    store.add(saved[3])
+    assert [store.holds(entry.tokens) for entry in saved] == [True, True, False, True]
+    assert store.num_bytes == store.max_bytes
+    exact = prefixes.PrefixStore(2**20, can_cut=False)
+    exact.add(saved[1])
+    assert exact.find(np.array([1, 2, 3, 9])) == (None, 0)
+    assert exact.find(np.array([1, 2, 3, 4, 9])) == (saved[1], 4)
 
 
 def test_requests_enter_and_leave_while_others_go_on():
