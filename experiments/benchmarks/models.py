@@ -69,7 +69,7 @@ def training_figures(name: str, model: Decoder, oracle: Any, config: Models) -> 
         oracle.zero_grad()
         loss = oracle(labels, labels=labels).loss
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     np.testing.assert_allclose(ours(model, ids)[0], theirs(), rtol=1e-4)
     contestants: dict[str, Callable[[], Any]] = {"focus_jax": lambda: ours(model, ids), "torch": theirs}
