@@ -22,8 +22,8 @@ class ContextManager(Protocol):
     async def after_turn(self, segment: SegmentBuilder) -> bool:
         """Look at `segment`, whose observation has just been appended; True ends it here, at a branch point.
 
-        A manager may append messages, generate with the policy and, last, replace the context, which ends the segment
-        in any case. A branch point without room for a reply is passed over: the agent cuts the trajectory off there.
+        A manager may append messages, generate with the policy, and replace the context. A branch point without room for
+        a reply is passed over: the agent cuts the trajectory off there.
         """
         ...
 
@@ -34,6 +34,31 @@ class AppendOnly:
 
     async def after_turn(self, segment: SegmentBuilder) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class LatestOnly:
+    """Shows the policy the latest observation and nothing else, as to an agent that stands before one page at a time.
+
+    Args:
+        branch_every: so many task turns from one branch point to the next.
+
+    Raises:
+        ValueError: `branch_every` below 1.
+
+    Source: ours; the page's agents keep or summarise their transcript.
+    """
+
+    branch_every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.branch_every < 1:
+            raise ValueError(f"LatestOnly: expected `branch_every` of at least 1, got {self.branch_every}")
+
+    async def after_turn(self, segment: SegmentBuilder) -> bool:
+        if segment.pending:  # with no observation the policy goes on within its own message
+            await segment.replace(segment.pending, keep_opening=False)
+        return segment.num_turns % self.branch_every == 0
 
 
 @dataclass(frozen=True)

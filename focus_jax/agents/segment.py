@@ -11,7 +11,7 @@ from focus_jax.agents.environment import Environment, EnvironmentFailure, Messag
 from focus_jax.agents.render import ChatRenderer
 from focus_jax.agents.sampler import Sample, Sampler, SamplerError, SamplingParams
 from focus_jax.agents.seeds import derive_seed
-from focus_jax.agents.state import Segment, State, Status
+from focus_jax.agents.state import Reset, Segment, State, Status
 from focus_jax.agents.threads import run_tokenizer
 
 
@@ -29,7 +29,7 @@ class SegmentBuilder:
         reserve: context tokens kept free for a forced last answer.
         context: int32 [T], the ids so far, without the messages that wait.
         pending: messages that wait.
-        reset: int32 [T], the context that replaces this one, or None. Once set, the segment is complete.
+        resets: where the context was replaced so far.
         num_turns: task turns in this segment, that is since the start or the last compaction.
         num_steps: d, task transitions in this segment.
         reward: R = sum_t gamma^t r_t so far.
@@ -47,18 +47,22 @@ class SegmentBuilder:
     reserve: int
     context: np.ndarray = field(init=False)
     pending: tuple[Message, ...] = ()
-    reset: np.ndarray | None = None
+    resets: list[Reset] = field(default_factory=list)
     num_turns: int = 0
     num_steps: int = 0
     reward: float = 0.0
     _num_calls: int = 0
     _num_generated: int = 0
     _pending_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    # position in the context; log-probabilities; whether a task turn; policy version
+    # The prompt's length in the context; what the segment added to the contexts before this one.
+    _prompt_length: int = field(init=False)
+    _before: list[np.ndarray] = field(default_factory=list)
+    # position in the segment; log-probabilities; whether a task turn; policy version
     _replies: list[tuple[int, np.ndarray, bool, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.context = self.state.context
+        self._prompt_length = len(self.context)
 
     @property
     def num_tokens(self) -> int:
@@ -83,9 +87,10 @@ class SegmentBuilder:
 
         Raises:
             ValueError: the chat template refuses them.
-            RuntimeError: the context has been replaced.
+            RuntimeError: the context has just been replaced and awaits a reply.
         """
-        self._require_open()
+        if self.resets and self.resets[-1].position == self._length:
+            raise RuntimeError("the context has just been replaced and awaits a reply: give `replace` all the messages")
         pending = list(self.pending)
         for message in messages:
             if pending and pending[-1].role == message.role == "user":
@@ -113,9 +118,8 @@ class SegmentBuilder:
         Raises:
             SamplerError: the server failed, or broke the reply off. What it generated has been charged; the attempt
                 fails and may be launched again, nothing of the broken reply is kept or graded.
-            RuntimeError: there is no room, or the context has been replaced.
+            RuntimeError: there is no room.
         """
-        self._require_open()
         limit = min(max_tokens, self.room)
         if limit < 1:
             raise RuntimeError(f"no room to generate ({self.room} tokens); look at `room` first")
@@ -136,7 +140,7 @@ class SegmentBuilder:
                 f"`max_tokens`: asked for at most {limit}, the sampler answered {num_tokens}", num_tokens=num_tokens
             )
         self._num_generated += num_tokens
-        self._replies.append((len(self.context), sample.logprobs, task, sample.policy_version))
+        self._replies.append((self._length, sample.logprobs, task, sample.policy_version))
         self._add(np.asarray(sample.ids, np.int32))
         return sample
 
@@ -155,29 +159,31 @@ class SegmentBuilder:
         """Add a reward at this point, outside any task turn: R += gamma^d * reward."""
         self.reward += self.gamma**self.num_steps * reward
 
-    async def replace(self, messages: Sequence[Message]) -> None:
-        """Let the seed messages and `messages` replace the context; this completes the segment, at a branch point.
+    async def replace(self, messages: Sequence[Message], *, keep_opening: bool = True) -> None:
+        """Let the opening and `messages` replace the context.
 
         Args:
             messages: what the policy sees after the opening, complete messages; an invitation to reply follows them.
+            keep_opening: False drops the opening, too; there is none to keep from then on.
 
         Raises:
             EnvironmentFailure: the new context leaves no room for a reply.
             ValueError: the chat template refuses the messages.
-            RuntimeError: the context has been replaced before.
         """
-        self._require_open()
-        # What waits is part of the parent's transcript even though the new context does not show it.
+        # What waits is part of the transcript even though the new context does not show it.
         self._flush()
-        ids = await run_tokenizer(self.renderer.tokenizer, self.renderer.extend, messages)
-        context = np.concatenate([self.state.context[: self.state.seed_length], ids])
+        render = self.renderer.extend if keep_opening else self.renderer.opening
+        opening = self.state.context[: self.state.seed_length if keep_opening else 0]
+        context = np.concatenate([opening, await run_tokenizer(self.renderer.tokenizer, render, messages)])
         longest = self.sampler.context_length - self.reserve - 1
         if len(context) > longest:
             raise EnvironmentFailure(
                 f"after compaction the context would hold {len(context)} tokens, at most {longest} leave room for a reply: "
                 "shorten the workspace's text, the opening or `summary_tokens`"
             )
-        self.reset = _frozen(context)
+        self.resets.append(Reset(self._length, _frozen(context)))
+        self._before.append(self.context[self._prompt_length :])
+        self.context, self._prompt_length = context, len(context)
 
     def finish(self, status: Status, reason: str, environment: bytes = b"", resumable: bool = False) -> tuple[Segment, State]:
         """The segment, and the state that it leads to; messages that wait and fit are appended.
@@ -189,12 +195,11 @@ class SegmentBuilder:
             resumable: whether there is one.
         """
         self._flush()
-        start = len(self.state.context)
-        token_ids = self.context[start:].copy()
+        token_ids = np.concatenate([*self._before, self.context[self._prompt_length :]])
         generated, task = np.zeros(len(token_ids), bool), np.zeros(len(token_ids), bool)
         logprobs, versions = np.zeros(len(token_ids), np.float32), np.full(len(token_ids), -1, np.int32)
         for position, reply_logprobs, is_task, version in self._replies:
-            span = slice(position - start, position - start + len(reply_logprobs))
+            span = slice(position, position + len(reply_logprobs))
             generated[span], task[span], logprobs[span], versions[span] = True, is_task, reply_logprobs, version
         segment = Segment(
             token_ids=_frozen(token_ids),
@@ -205,11 +210,11 @@ class SegmentBuilder:
             reward=self.reward,
             num_steps=self.num_steps,
             status=status,
-            reset=self.reset,
             reason=reason,
+            resets=tuple(self.resets),
         )
         state = State(
-            context=_frozen(self.context) if self.reset is None else self.reset,
+            context=_frozen(self.context),
             seed_length=self.state.seed_length,
             environment=environment,
             num_turns=self.state.num_turns + self.num_turns,
@@ -226,9 +231,10 @@ class SegmentBuilder:
     def _add(self, ids: np.ndarray) -> None:
         self.context = _frozen(np.concatenate([self.context, ids]))
 
-    def _require_open(self) -> None:
-        if self.reset is not None:
-            raise RuntimeError("the context has been replaced: the segment is complete, return from the context manager")
+    @property
+    def _length(self) -> int:
+        """Tokens of the segment so far."""
+        return sum(map(len, self._before)) + len(self.context) - self._prompt_length
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:

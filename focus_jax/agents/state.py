@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,11 +38,23 @@ class State:
 
 
 @dataclass(frozen=True)
+class Reset:
+    """Context management: from a place in a segment on, another context stands for everything before it.
+
+    Attributes:
+        position: how many of the segment's tokens came before.
+        context: int32 [T], the ids that replace the context there.
+    """
+
+    position: int
+    context: np.ndarray
+
+
+@dataclass(frozen=True)
 class Segment:
     """One edge of a rollout tree: the tokens appended to the parent's context, the reward, and where it led.
 
-    The context of the child is `parent context + token_ids`, unless `reset` holds the ids that replace it
-    (context management). A training row is always `parent context + token_ids` with loss on `generated`.
+    The context of the child is `parent context + token_ids`, unless the context was replaced on the way (`resets`).
 
     Attributes:
         token_ids: int32 [T], generated and observed tokens in order.
@@ -52,8 +65,8 @@ class Segment:
         reward: R = sum_t gamma^t r_t over the segment's task transitions.
         num_steps: d, the number of task transitions (context management counts 0).
         status: what the segment led to.
-        reset: int32 [T'] context that replaces the old one, or None.
         reason: why it ended ("done", "turn_cap", "token_cap", "context_cap", "compaction", "turn").
+        resets: where the context was replaced, in order.
     """
 
     token_ids: np.ndarray
@@ -64,13 +77,37 @@ class Segment:
     reward: float
     num_steps: int
     status: Status
-    reset: np.ndarray | None = None
     reason: str = "turn"
+    resets: tuple[Reset, ...] = ()
 
     @property
     def num_generated(self) -> int:
         """Generated tokens, what a budget is charged."""
         return int(self.generated.sum())
+
+    def rows(self, context: np.ndarray) -> Iterator[tuple[np.ndarray, slice]]:
+        """What the policy saw and what followed, once for every context: one row unless the context was replaced.
+
+        A training row is the prompt and those tokens, with loss on the generated ones.
+
+        Args:
+            context: int32 [T], the parent's.
+
+        Yields:
+            A prompt, int32, and which of the segment's tokens follow it.
+
+        Example:
+            >>> ids, flags = np.array([7, 8, 9], np.int32), np.ones(3, bool)
+            >>> reset = Reset(2, np.array([5], np.int32))
+            >>> segment = Segment(ids, flags, flags, np.zeros(3), np.zeros(3, int), 0.0, 2, "open", resets=(reset,))
+            >>> [(prompt.tolist(), ids[span].tolist()) for prompt, span in segment.rows(np.array([1, 2], np.int32))]
+            [([1, 2], [7, 8]), ([5], [9])]
+        """
+        start = 0
+        for reset in self.resets:
+            yield context, slice(start, reset.position)
+            start, context = reset.position, reset.context
+        yield context, slice(start, len(self.token_ids))
 
 
 FailureKind = Literal["sampler", "environment", "grader", "time", "critic"]

@@ -207,8 +207,8 @@ class Agent:
                 continue
             # A full context is the manager's business first: it may make room.
             is_branch_point = await self.context_manager.after_turn(segment)
-            if segment.reset is not None or (is_branch_point and self._cap(segment) is None):
-                reason = "turn" if segment.reset is None else "compaction"
+            if is_branch_point and self._cap(segment) is None:
+                reason = "compaction" if segment.resets else "turn"
                 return segment.finish("open", reason, *await run_environment(environment, take_snapshot, environment))
         if self.cut_off == "bootstrap":
             return segment.finish("cut_off", cap, *await run_environment(environment, take_snapshot, environment))

@@ -18,10 +18,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from focus_jax.agents import Segment, State
+from focus_jax.agents import Reset, Segment, State
 from focus_jax.collection.tree import Continuation
 
-FORMAT = 0x464F4302  # "FOC" and a version: no other SQLite file has it
+FORMAT = 0x464F4303  # "FOC" and a version: no other SQLite file has it
 _INT, _FLOAT = "<i4", "<f4"  # the same bytes on every machine
 
 _SCHEMA = """
@@ -35,7 +35,7 @@ CREATE TABLE launches (attempt INTEGER PRIMARY KEY, problem INTEGER NOT NULL, no
 CREATE TABLE outcomes (seq INTEGER PRIMARY KEY, attempt INTEGER NOT NULL UNIQUE, kind TEXT NOT NULL, message TEXT,
     tokens INTEGER NOT NULL, num_launched INTEGER NOT NULL, time REAL NOT NULL);
 CREATE TABLE segments (attempt INTEGER NOT NULL, position INTEGER NOT NULL, token_ids BLOB, flags BLOB, logprobs BLOB,
-    versions BLOB, reward REAL, num_steps INTEGER, status TEXT, reason TEXT, reset BLOB,
+    versions BLOB, reward REAL, num_steps INTEGER, status TEXT, reason TEXT, resets BLOB,
     environment BLOB, num_turns INTEGER, num_tokens INTEGER, resumable INTEGER, value REAL, price INTEGER,
     PRIMARY KEY (attempt, position)) WITHOUT ROWID;
 """
@@ -219,7 +219,7 @@ class Journal:
                     num_steps=r["num_steps"],
                     status=r["status"],
                     reason=r["reason"],
-                    reset=None if r["reset"] is None else _array(r["reset"], _INT),
+                    resets=_resets(_array(r["resets"], _INT)),
                 )
             )
             states.append(
@@ -262,6 +262,16 @@ _INSERT_OUTCOME = "INSERT INTO outcomes (attempt, kind, message, tokens, num_lau
 _INSERT_SEGMENT = f"INSERT INTO segments VALUES ({','.join('?' * 17)})"
 
 
+def _resets(numbers: np.ndarray) -> tuple[Reset, ...]:
+    """Of a row of segments: position, length and context of each, one after the other."""
+    resets = []
+    while len(numbers):
+        position, end = int(numbers[0]), 2 + int(numbers[1])
+        resets.append(Reset(position, numbers[2:end]))
+        numbers = numbers[end:]
+    return tuple(resets)
+
+
 def _segment_rows(attempt: int, continuation: Continuation) -> list[tuple[Any, ...]]:
     rows = []
     c = continuation
@@ -279,7 +289,7 @@ def _segment_rows(attempt: int, continuation: Continuation) -> list[tuple[Any, .
                 g.num_steps,
                 g.status,
                 g.reason,
-                None if g.reset is None else _bytes(g.reset, _INT),
+                b"".join(_bytes(np.array([a.position, len(a.context), *a.context]), _INT) for a in g.resets),
                 s.environment,
                 s.num_turns,
                 s.num_tokens,

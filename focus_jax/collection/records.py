@@ -36,12 +36,13 @@ class Credit:
 class SegmentRecord:
     """One segment to train the actor on. The row is `prompt_ids + token_ids`, the loss on `generated` alone.
 
-    A segment is shared by every branch that passes through it and appears once.
+    A segment is shared by every branch that passes through it and appears once. One whose context was replaced on the way
+    has a record for every context.
 
     Attributes:
         problem: the problem's id.
         node: the node the segment enters.
-        prompt_ids: int32 [P], the context the segment started from; no loss.
+        prompt_ids: int32 [P], the context that the tokens followed; no loss.
         token_ids: int32 [T], generated and observed tokens.
         generated: bool [T], True where the policy sampled the token, context management included.
         logprobs: float32 [T], the sampler's log-probabilities; NaN where unknown.
@@ -159,7 +160,7 @@ def grpo_credit(trees: Sequence[HostTree], *, gamma: float = 1.0) -> Credit:
 def training_records(trees: Sequence[HostTree], credit: Credit) -> tuple[list[SegmentRecord], list[CriticExample]]:
     """Token records of every segment and critic examples of every expanded nonterminal state.
 
-    Segments in which the policy generated nothing are left out.
+    What holds nothing that the policy generated is left out.
     """
     segments: list[SegmentRecord] = []
     examples: list[CriticExample] = []
@@ -167,19 +168,11 @@ def training_records(trees: Sequence[HostTree], credit: Credit) -> tuple[list[Se
         for i, node in enumerate(tree.nodes):
             if counts[i] > 0:
                 examples.append(CriticExample(tree.problem, i, tree.state(i), float(targets[i]), int(counts[i])))
-            if (g := node.segment) is not None and g.generated.any():
-                segments.append(
-                    SegmentRecord(
-                        tree.problem,
-                        i,
-                        tree.context(node.parent),
-                        g.token_ids,
-                        g.generated,
-                        g.logprobs,
-                        g.versions,
-                        float(advantages[i]),
-                    )
-                )
+            if (g := node.segment) is not None:
+                for prompt, span in g.rows(tree.context(node.parent)):
+                    if g.generated[span].any():
+                        arrays = (g.token_ids[span], g.generated[span], g.logprobs[span], g.versions[span])
+                        segments.append(SegmentRecord(tree.problem, i, prompt, *arrays, float(advantages[i])))
     return segments, examples
 
 

@@ -127,8 +127,9 @@ class HostTree:
             segment = self.nodes[i].segment
             if segment is None:
                 parts.append(self._context)
-            elif segment.reset is not None:
-                parts.append(segment.reset)
+            elif segment.resets:
+                last = segment.resets[-1]
+                parts += [segment.token_ids[last.position :], last.context]
                 break
             else:
                 parts.append(segment.token_ids)

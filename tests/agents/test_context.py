@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from agent_fakes import CHATML, QWEN3, CountingEnvironment, make_agent, make_sample, run
 
-from focus_jax.agents import AppendOnly, EnvironmentFailure, Message, Summarize
+from focus_jax.agents import AppendOnly, EnvironmentFailure, LatestOnly, Message, Summarize
 
 NOTES = "State: s\n## Evidence\ne\n**Open questions**\n4. next steps\nn"
 END = "<|im_end|>\n<|im_start|>assistant\n"
@@ -43,7 +43,7 @@ def test_summary_replaces_the_transcript_and_is_trained():
     assert "Use these headings: State, Evidence, Open questions, Next steps.<|im_end|>" in transcript
     # What the next segment sees: the opening and the notes.
     state = states[1]
-    assert state.context.tolist() == first.reset.tolist() == agent.sampler.prompts[3].tolist()
+    assert state.context.tolist() == first.resets[0].context.tolist() == agent.sampler.prompts[3].tolist()
     opening = text_of(agent, states[0].context[: states[0].seed_length])
     assert text_of(agent, state.context) == f"{opening}<|im_start|>assistant\n{NOTES}{GO_ON}"
     assert (state.seed_length, state.num_turns) == (states[0].seed_length, 2)
@@ -224,15 +224,43 @@ def test_third_context_manager():
     assert agent.max_generated(states[0]) == agent.max_tokens + agent.final_tokens
 
 
-def test_nothing_follows_a_replaced_context():
+def test_messages_cannot_follow_the_invitation_of_a_new_context():
     class Greedy:
         async def after_turn(self, segment):
             await segment.replace([Message("user", "x")])
             await segment.append([Message("user", "y")])
             return True
 
-    with pytest.raises(RuntimeError, match="the context has been replaced: the segment is complete"):
+    with pytest.raises(RuntimeError, match="has just been replaced and awaits a reply"):
         run(make_agent(["a"], context_manager=Greedy()))
+
+
+def test_latest_only_shows_one_observation_and_branches_now_and_then():
+    agent = make_agent(["a", "b", "c", "d", "done"], context_manager=LatestOnly(branch_every=2))
+    segments, states, charged = run(agent)
+    assert [(p.status, p.reason, p.num_steps, len(p.resets)) for p in segments] == [
+        ("open", "compaction", 2, 2),
+        ("open", "compaction", 2, 2),
+        ("terminal", "done", 1, 0),
+    ]
+    prompts = [text_of(agent, p) for p in agent.sampler.prompts]
+    assert prompts[1:] == [f"<|im_start|>user\nturn {i}{END}" for i in (1, 2, 3, 4)]
+    for segment, state, after in zip(segments, states, states[1:], strict=False):
+        rows = list(segment.rows(state.context))
+        generated = [segment.token_ids[span][segment.generated[span]].tolist() for _, span in rows]
+        first = state.num_turns
+        for i in range(segment.num_steps):  # every reply follows the prompt it was sampled from
+            assert rows[i][0].tolist() == agent.sampler.prompts[first + i].tolist()
+            assert generated[i] == agent.sampler.samples[first + i].ids.tolist()
+        if segment.status == "open":
+            assert after.context.tolist() == rows[-1][0].tolist()
+            assert not generated[-1]
+    assert sum(s.num_generated for s in segments) == sum(charged)
+
+
+def test_latest_only_refuses_no_branch_points():
+    with pytest.raises(ValueError, match="`branch_every` of at least 1, got 0"):
+        LatestOnly(branch_every=0)
 
 
 def test_generating_without_room_is_a_mistake():

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from simulated import make_continuation, make_segment, make_tree
 
+from focus_jax.agents import Reset
 from focus_jax.collection import focus_credit, grpo_credit, training_records, vineppo_credit
 
 
@@ -93,10 +94,21 @@ def test_every_sampled_token_is_in_exactly_one_record():
 
 def test_after_compaction_the_prompt_is_the_new_context():
     tree = make_tree(context="Q")
-    reset = np.array([ord(c) for c in "QS"], np.int32)
-    tree.add(0, make_continuation(make_segment("long", reset=reset, reason="compaction"), end(1.0)), attempt=0)
+    reset = Reset(4, np.array([ord(c) for c in "QS"], np.int32))
+    tree.add(0, make_continuation(make_segment("long", resets=(reset,), reason="compaction"), end(1.0)), attempt=0)
     segments, _ = training_records([tree], focus_credit([tree]))
     assert [("".join(map(chr, s.prompt_ids)), "".join(map(chr, s.token_ids))) for s in segments] == [("Q", "long"), ("QS", "z")]
+
+
+def test_every_context_of_a_segment_has_its_row():
+    tree = make_tree(context="Q")
+    resets = tuple(Reset(position, np.array([ord(c) for c in context], np.int32)) for position, context in [(2, "R"), (3, "S")])
+    tree.add(0, make_continuation(make_segment("abcd", resets=resets), end(1.0)), attempt=0)
+    segments, examples = training_records([tree], focus_credit([tree]))
+    rows = [("".join(map(chr, s.prompt_ids)), "".join(map(chr, s.token_ids)), s.node) for s in segments]
+    assert rows == [("Q", "ab", 1), ("R", "c", 1), ("S", "d", 1), ("Sd", "z", 2)]
+    assert "".join(map(chr, examples[1].state.context)) == "Sd"
+    assert len({s.advantage for s in segments[:3]}) == 1
 
 
 def test_observations_are_not_generated_and_empty_segments_are_left_out():

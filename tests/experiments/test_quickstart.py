@@ -119,7 +119,8 @@ def test_the_script_ends_with_one_line_and_no_traceback(tmp_path):
 
 
 SLOW = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and so do their children
 from functools import partial
 from pathlib import Path
 import quickstart

@@ -117,8 +117,8 @@ def test_equal_keys_lose_no_digits():
     k[:] = k[:, :1]
     out, final = run(q, k, v, 0 * g, np.ones_like(beta), state=0 * state)
     q, k = (np.repeat(x, 2, axis=2) for x in (q, k))
-    np.testing.assert_allclose(final, k[:, 0][..., None] * v[:, -1][..., None, :], atol=1e-6)  # the last value stands alone
-    np.testing.assert_allclose(out, np.sum(q * k, -1, keepdims=True) * v, atol=1e-6)
+    np.testing.assert_allclose(final, k[:, 0][..., None] * v[:, -1][..., None, :], atol=1e-5)  # the last value stands alone
+    np.testing.assert_allclose(out, np.sum(q * k, -1, keepdims=True) * v, atol=1e-5)
 
 
 def test_padding_at_the_right_leaves_the_state_of_the_last_token():

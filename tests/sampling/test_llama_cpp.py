@@ -188,7 +188,8 @@ def wait_until_gone(process_id: int) -> bool:
 
 
 START = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and so do their children
 from focus_jax.sampling.llama_cpp import LlamaCppSampler, smollm2_path
 sampler = LlamaCppSampler.start(smollm2_path(), context_length=256, num_parallel=1, num_threads=1)
 print(sampler.process_id, flush=True)
