@@ -246,3 +246,16 @@ def token_scores_gradient(
     d_p = np.where(np.arange(len(p)) == target, d_logprob / p, 0.0) - d_entropy * (np.log(p) + 1)
     d_logits = jacobian @ d_p / temperature
     return d_logits @ head.astype(np.float64), np.outer(d_logits, hidden.astype(np.float64))
+
+
+def actor_objective(questions: Sequence[Sequence[Sequence[tuple[float, float, float]]]], clip: float = 0.2) -> float:
+    """Mean over questions, of the mean over their segments, of the mean over their tokens: log-prob, old one, advantage."""
+
+    def token(logprob: float, old: float, advantage: float) -> float:
+        ratio = math.exp(logprob - old) if math.isfinite(old) else 1.0
+        return -min(ratio * advantage, min(max(ratio, 1 - clip), 1 + clip) * advantage)
+
+    def mean(numbers: Sequence[float]) -> float:
+        return sum(numbers) / len(numbers)
+
+    return mean([mean([mean([token(*t) for t in segment]) for segment in question]) for question in questions])

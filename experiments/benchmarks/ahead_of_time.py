@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ def compile_step(fsdp: int, tensor: int, step: str, length: int, layers: int) ->
         model = abstract(jax.eval_shape(build))
         optimizer = abstract(jax.eval_shape(lambda model: make_optimizer(model, optax.adamw(1e-6, 0.9, 0.95)), model))
         fields = {"tokens": jnp.int32, "segment_ids": jnp.int32, "mask": jnp.bool_}
-        fields |= {name: jnp.float32 for name in batch_type.__dataclass_fields__ if name not in fields}
+        needed = [name for name, field in batch_type.__dataclass_fields__.items() if field.default is MISSING]
+        fields |= {name: jnp.float32 for name in needed if name not in fields}
         rows = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.sharding.PartitionSpec("fsdp"))
         batch = batch_type(**{k: jax.ShapeDtypeStruct((fsdp, length), v, sharding=rows) for k, v in fields.items()})
         start = time.perf_counter()
