@@ -186,13 +186,13 @@ def test_the_actors_update_is_the_same_on_a_mesh(layout):
 
 @functools.cache
 def critic_in_one():
-    return run(build_critic(), cut(critic_batches, two_problems()[1], 1), CriticLoss())
+    return run(build_critic(), cut(critic_batches, two_problems()[1], 1), CriticLoss(), optax.sgd(0.5))
 
 
 @pytest.mark.parametrize("num", [2, 4, 8])
 def test_the_critics_update_does_not_depend_on_the_number_of_micro_batches_b25(num):
     wanted, metrics = critic_in_one()
-    after, others = run(build_critic(), cut(critic_batches, two_problems()[1], num), CriticLoss())
+    after, others = run(build_critic(), cut(critic_batches, two_problems()[1], num), CriticLoss(), optax.sgd(0.5))
     assert distance(wanted, arrays(build_critic())) > 1e-3
     assert_close(after, wanted)
     assert others == pytest.approx(metrics, rel=1e-4)
