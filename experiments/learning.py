@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from simulation import Critic, Growth, Rule, Task, grow, plant, probe, root_only, uniform, value_refinement
+from simulation import Critic, Growth, Task, continue_from, grow, plant, probe, root_only, uniform, value_refinement
 
 from focus_jax import backup, grpo_advantages, leave_one_out_advantages, segment_advantages, vineppo_advantages
 from focus_jax.losses import policy_loss, value_loss
@@ -51,38 +51,338 @@ class Config:
     vmap: bool = True
 
 
+Params = Any
+
+
 @dataclass(frozen=True)
 class Models:
-    """Actor and critic as functions of their parameters; those of many seeds are stacked."""
+    """Actor and critic as functions of their parameters."""
 
     actor: Any
     critic: Any
 
-    def logprobs(self, params: Any, text: jax.Array) -> jax.Array:
-        """Pages uint8 [R, 7] to log-probabilities [R, 5] of the four replies, and of any other."""
+    def logprobs(self, params: Params, text: jax.Array) -> jax.Array:
+        """Pages uint8 [R, 7] to log-probabilities [R, 5] of the four replies, and of anything else."""
         prompt = jnp.pad(text.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=ord(">"))
         model = nnx.merge(self.actor, params)
         every = jax.nn.log_softmax(model.logits(model(prompt)[:, -1]))
-        four = every[:, REPLY_IDS]
-        other = jnp.where(jnp.zeros(VOCAB_SIZE, bool).at[REPLY_IDS].set(True), -jnp.inf, every)
-        return jnp.concatenate([four, jax.nn.logsumexp(other, -1, keepdims=True)], -1)
+        others = jnp.where(jnp.zeros(VOCAB_SIZE, bool).at[REPLY_IDS].set(True), -jnp.inf, every)
+        return jnp.concatenate([every[:, REPLY_IDS], jax.nn.logsumexp(others, -1, keepdims=True)], -1)
 
-    def values(self, params: Any, prompt: jax.Array) -> jax.Array:
+    def values(self, params: Params, prompts: jax.Array) -> jax.Array:
         """Prompts int32 [R, T] to values [R]."""
         model = nnx.merge(self.critic, params)
-        hidden = model.backbone(prompt)[:, -1]
-        return model.output(model.head(hidden))
+        return model.output(model.head(model.backbone(prompts)[:, -1]))
 
 
-def make_models(config: Config, key: jax.Array) -> tuple[Models, Any, Any]:
-    shape = ModelConfig("qwen3", VOCAB_SIZE, config.hidden, 2 * config.hidden, config.layers, 2, config.hidden // 2, ("full_attention",) * config.layers, tied=True, max_positions=32)
-    keys = jax.random.split(key, (config.num_seeds, 2))
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Learner:
+    """Parameters and optimizer states, stacked over the seeds."""
 
-    def make(keys):
-        actor = Decoder(shape, key=keys[0])
-        critic = ValueModel(Decoder(shape, key=keys[1]))
-        return nnx.split(actor), nnx.split(critic)
+    actor: Params
+    critic: Params
+    actor_state: Any
+    critic_state: Any
 
-    (actor, _), (critic, _) = make(keys[0])
-    a, c = jax.vmap(lambda k: tuple(s for _, s in make(k)))(keys)
-    return Models(actor, critic), a, c
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Problems:
+    """The searches of a round: seeds x problems x pages."""
+
+    text: jax.Array
+    next: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Lessons:
+    """What is learned from a round; all [seeds, problems, nodes], or one more axis for an edge's replies."""
+
+    pages: jax.Array
+    replies: jax.Array
+    given: jax.Array
+    old_logprobs: jax.Array
+    advantages: jax.Array
+    page: jax.Array
+    time: jax.Array
+    targets: jax.Array
+    has_target: jax.Array
+
+
+class Experiment:
+    """One method on many seeds."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.level: Level = LEVELS[config.level]
+        self.budget = config.rollouts * self.level.max_steps
+        self.capacity = -(-3 * self.budget // (2 * config.segment))
+        one = make_search(Problem(self.level, 0))
+        self.places = jnp.stack([jnp.asarray(one.hops), jnp.asarray(one.wrong)], -1)
+        shape = ModelConfig(
+            "qwen3",
+            VOCAB_SIZE,
+            config.hidden,
+            2 * config.hidden,
+            2,
+            2,
+            config.hidden // 2,
+            ("full_attention",) * config.layers,
+            tied=True,
+            max_positions=32,
+        )
+
+        def make(key: jax.Array) -> tuple[tuple[Any, Params], tuple[Any, Params]]:
+            actor, critic = jax.random.split(key)
+            return nnx.split(Decoder(shape, key=actor)), nnx.split(ValueModel(Decoder(shape, key=critic)))
+
+        (actor, _), (critic, _) = make(jax.random.key(0))
+        self.models = Models(actor, critic)
+        self.seeds = np.arange(config.first_seed, config.first_seed + config.num_seeds)
+        clip = optax.clip_by_global_norm(1.0)
+        self.actor_tx = optax.chain(clip, optax.adam(config.actor_lr, 0.9, 0.95))
+        self.critic_tx = optax.chain(clip, optax.adam(config.critic_lr, 0.9, 0.95))
+
+        def fresh(seed: jax.Array) -> Learner:
+            (_, actor), (_, critic) = make(jax.random.key(seed))
+            return Learner(actor, critic, self.actor_tx.init(actor), self.critic_tx.init(critic))
+
+        self.learner = jax.jit(jax.vmap(fresh))(self.seeds)
+        self.collect = jax.jit(self._collect, static_argnames="warm")
+        self.learn = jax.jit(self._learn, donate_argnums=0, static_argnames="actor")
+
+    def over_seeds(self, f: Any) -> Any:
+        return jax.vmap(f) if self.config.vmap else lambda *a: jax.lax.map(lambda x: f(*x), a)
+
+    def problems(self, number: int) -> Problems:
+        """Fresh searches for round `number` of every seed."""
+        count = self.config.num_problems
+        first = [(int(seed) * 100_000 + number) * count for seed in self.seeds]
+        searches = [[make_search(Problem(self.level, f + i)) for i in range(count)] for f in first]
+        text = np.stack([[s.text for s in row] for row in searches])
+        stay = np.arange(self.level.num_pages)[:, None]
+        following = np.stack([[np.concatenate([s.next, stay], 1) for s in row] for row in searches])
+        return Problems(jnp.asarray(text), jnp.asarray(following, jnp.int32))
+
+    def critic_prompts(self, text: jax.Array, page: jax.Array, time: jax.Array) -> jax.Array:
+        """What the critic reads: the page, the steps left, and, if it may know, right and wrong hops. [P, S, 7], [P, M] -> [P, M, T]"""
+        at = page % text.shape[1]
+        shown = text[jnp.arange(len(text))[:, None], at].astype(jnp.int32)
+        left = self.level.max_steps - time
+        numbers = [left // 10, left % 10]
+        if self.config.critic == "full":
+            numbers += [self.places[at, 0], self.places[at, 1]]
+        digits = jnp.stack(numbers, -1) + ord("0")
+        return jnp.concatenate([shown, jnp.full_like(digits[..., :1], ord(">")), digits], -1)
+
+    def imitate(self, steps: int, noise: float, lr: float = 3e-3, rows: int = 256) -> None:
+        """Warm start on noisy demonstrations, the same for every method."""
+        tx = optax.adam(lr)
+
+        def data(seed: int) -> tuple[np.ndarray, np.ndarray]:
+            problems = [Problem(self.level, 10**9 + int(seed) * 1000 + i) for i in range(64)]
+            pages, replies = demonstrations(problems, noise=noise, seed=int(seed))
+            pick = np.random.default_rng(int(seed)).integers(len(pages), size=(steps, rows))
+            return pages[pick], np.searchsorted(np.sort(REPLY_IDS), replies[pick]).astype(np.int32)
+
+        batches = [jnp.stack(x) for x in zip(*(data(s) for s in self.seeds), strict=True)]
+
+        def run(actor: Params, pages: jax.Array, replies: jax.Array) -> Params:
+            def step(carry: tuple[Params, Any], batch: tuple[jax.Array, jax.Array]) -> tuple[tuple[Params, Any], jax.Array]:
+                actor, state = carry
+
+                def loss(actor: Params) -> jax.Array:
+                    logprobs = self.models.logprobs(actor, batch[0])
+                    return -jnp.mean(logprobs[jnp.arange(rows), batch[1]])
+
+                value, gradient = jax.value_and_grad(loss)(actor)
+                with jax.numpy_dtype_promotion("standard"):
+                    change, state = tx.update(gradient, state, actor)
+                return (optax.apply_updates(actor, change), state), value
+
+            (actor, _), losses = jax.lax.scan(step, (actor, tx.init(actor)), (pages, replies))
+            return actor, losses[-1]
+
+        actor, losses = jax.jit(self.over_seeds(run))(self.learner.actor, *batches)
+        self.learner = Learner(actor, self.learner.critic, self.learner.actor_state, self.learner.critic_state)
+        print("imitation", np.asarray(losses).round(3))
+
+    def _collect(self, learner: Learner, problems: Problems, budget: jax.Array, *, warm: bool, key: jax.Array) -> tuple[Lessons, dict[str, jax.Array]]:
+        config, level = self.config, self.level
+        num_seeds, num_problems, num_pages, _ = problems.text.shape
+        flat = lambda x: x.reshape(num_seeds * num_problems, *x.shape[2:])  # noqa: E731
+        logprobs = self.over_seeds(self.models.logprobs)(learner.actor, problems.text.reshape(num_seeds, -1, problems.text.shape[-1]))
+        logprobs = logprobs.reshape(num_seeds * num_problems, num_pages, -1)
+        task = Task(flat(problems.next), jnp.exp(logprobs))
+        text = flat(problems.text)
+
+        def critic(page: jax.Array, time: jax.Array) -> jax.Array:
+            prompts = self.critic_prompts(text, page, time)
+            rows = prompts.reshape(num_seeds, -1, prompts.shape[-1])
+            return self.over_seeds(self.models.values)(learner.critic, rows).reshape(page.shape)
+
+        budget = jnp.repeat(budget, num_problems)
+        growth = plant(task, critic, num_nodes=self.capacity, segment=config.segment)
+        keys = jax.random.split(key, 3)
+        step = partial(grow, task=task, critic=critic, max_steps=level.max_steps)
+        extra = jnp.zeros(len(text), jnp.int32)
+        mc = jnp.zeros(growth.value.shape)
+        if config.method == "vineppo":
+            growth, extra, mc = self._vineppo(growth, task, budget, critic, keys[0])
+        elif config.method == "grpo" or config.allocation == "root" or config.method == "actor-critic":
+            growth = step(growth, budget=budget, rule=root_only, key=keys[0])
+        else:
+            roots = lambda g: root_only(g) * (g.stats.count < config.num_roots)  # noqa: E731
+            growth = step(growth, budget=budget, rule=roots, key=keys[0])
+            rule = uniform if config.allocation == "uniform" else value_refinement(config.kappa)
+            growth = step(growth, budget=budget, rule=rule, key=keys[1])
+
+        trees = growth.trees
+        result = backup(trees, growth.value, kappa=config.kappa)
+        refined, targets = result.refined, result.target
+        if config.method == "grpo":
+            returns = growth.stats.mean
+            ends = growth.terminal & growth.mask
+            at_ends = grpo_advantages(returns, ends)
+            advantages = jnp.where(trees.mask, jnp.take_along_axis(at_ends, growth.leaf, 1), 0).at[:, 0].set(0)
+        elif config.method == "vineppo":
+            advantages = vineppo_advantages(trees, mc)
+        elif config.method == "actor-critic":
+            refined, targets = growth.value, growth.stats.mean
+            advantages = segment_advantages(trees, growth.value)
+        elif config.leave_one_out:
+            advantages = leave_one_out_advantages(trees, growth.value, refined, kappa=config.kappa)
+        else:
+            advantages = segment_advantages(trees, refined)
+
+        exact = jax.vmap(partial(exact_values, max_steps=level.max_steps))(task.next[..., :4], task.probs[..., :4])
+        rows = jnp.arange(len(text))[:, None]
+        truth = jnp.where(growth.terminal, 0, exact[rows, growth.time, growth.page])
+        true_advantages = segment_advantages(trees, truth)
+        open_ = growth.mask & ~growth.terminal
+        edges = growth.mask.at[:, 0].set(False)
+        error = lambda v: jnp.sum(jnp.where(open_, (v - truth) ** 2, 0).reshape(num_seeds, -1), -1) / jnp.sum(open_.reshape(num_seeds, -1), -1)  # noqa: E731
+        metrics = {
+            "success": exact[:, 0, 0].reshape(num_seeds, -1).mean(-1),
+            "tokens": (growth.spent + extra).reshape(num_seeds, -1).sum(-1),
+            "critic_error": error(growth.value),
+            "refined_error": error(refined),
+            "outcome_error": error(growth.stats.mean),
+            "correlation": correlation(advantages.reshape(num_seeds, -1), true_advantages.reshape(num_seeds, -1), edges.reshape(num_seeds, -1)),
+            "nodes": growth.num_nodes.reshape(num_seeds, -1).mean(-1),
+            "other": jnp.exp(logprobs[..., 4]).reshape(num_seeds, -1).mean(-1),
+        }
+        has_target = result.num_children > 0
+        if warm:
+            targets, has_target = growth.stats.mean, open_ & (growth.stats.count > 0)
+        at = lambda x: x.reshape(num_seeds, num_problems, *x.shape[1:])  # noqa: E731
+        old = logprobs[rows[..., None], growth.pages, growth.replies]
+        lessons = Lessons(*(at(x) for x in (growth.pages, growth.replies, growth.given, old, advantages, growth.page, growth.time, targets, has_target)))
+        return lessons, metrics
+
+    def _vineppo(self, growth: Growth, task: Task, budget: jax.Array, critic: Critic, key: jax.Array) -> tuple[Growth, jax.Array, jax.Array]:
+        """Root rollouts, each with probes from every state it visits, until the budget is spent."""
+        index = jnp.arange(growth.value.shape[1])
+        start = jnp.zeros(len(budget), jnp.int32)
+
+        def body(carry: tuple[Growth, jax.Array, jax.Array, jax.Array]) -> tuple[Growth, jax.Array, jax.Array, jax.Array]:
+            growth, extra, mc, key = carry
+            key, one, two = jax.random.split(key, 3)
+            active = growth.spent + extra < budget
+            first = jnp.where(growth.num_nodes == 1, 0, growth.num_nodes)  # the root is probed once, with the first rollout
+            growth = continue_from(growth, task, start, active, critic=critic, max_steps=self.level.max_steps, key=one)
+            probed = (index >= first[:, None]) & growth.mask & ~growth.terminal & active[:, None]
+            returns, cost = probe(task, growth.page, growth.time, probed, max_steps=self.level.max_steps, key=two)
+            return growth, extra + jnp.sum(jnp.where(probed, cost, 0), -1), jnp.where(probed, returns, mc), key
+
+        carry = (growth, 0 * start, jnp.zeros(growth.value.shape), key)
+        growth, extra, mc, _ = jax.lax.while_loop(lambda c: jnp.any(c[0].spent + c[1] < budget), body, carry)
+        return growth, extra, mc
+
+    def _learn(self, learner: Learner, problems: Problems, lessons: Lessons, actor: bool) -> Learner:
+        return self.over_seeds(partial(self._learn_one, actor=actor))(learner, problems, lessons)
+
+    def _learn_one(self, learner: Learner, problems: Problems, lessons: Lessons, *, actor: bool) -> Learner:
+        num_problems, num_pages, _ = problems.text.shape
+        rows = jnp.arange(num_problems)[:, None]
+        states = jnp.sum(lessons.has_target, -1, keepdims=True)
+        state_weights = jnp.where(lessons.has_target, 1 / jnp.maximum(states, 1) / num_problems, 0)
+        prompts = self.critic_prompts(problems.text, lessons.page, lessons.time)
+
+        def critic_loss(params: Params) -> jax.Array:
+            values = self.models.values(params, prompts.reshape(-1, prompts.shape[-1])).reshape(lessons.page.shape)
+            total, weight = value_loss(values, lessons.targets, lessons.has_target, weights=state_weights)
+            return total / weight
+
+        tokens = jnp.sum(lessons.given, -1)
+        segments = jnp.sum(tokens > 0, -1)
+        weights = lessons.given / jnp.maximum(tokens, 1)[..., None] / jnp.maximum(segments, 1)[:, None, None] / num_problems
+        advantages = jnp.broadcast_to(lessons.advantages[..., None], lessons.given.shape)
+
+        def actor_loss(params: Params) -> jax.Array:
+            table = self.models.logprobs(params, problems.text.reshape(-1, problems.text.shape[-1]))
+            table = table.reshape(num_problems, num_pages, -1)
+            logprobs = table[rows[..., None], lessons.pages, lessons.replies]
+            total, weight = policy_loss(logprobs, lessons.old_logprobs, advantages, lessons.given, weights=weights)
+            return total / weight
+
+        def epochs(loss: Any, tx: Any, params: Params, state: Any) -> tuple[Params, Any]:
+            def step(carry: tuple[Params, Any], _: None) -> tuple[tuple[Params, Any], None]:
+                params, state = carry
+                with jax.numpy_dtype_promotion("standard"):
+                    change, state = tx.update(jax.grad(loss)(params), state, params)
+                return (optax.apply_updates(params, change), state), None
+
+            return jax.lax.scan(step, (params, state), length=self.config.epochs)[0]
+
+        critic, critic_state = learner.critic, learner.critic_state
+        if self.config.method in ("focus", "actor-critic"):
+            critic, critic_state = epochs(critic_loss, self.critic_tx, critic, critic_state)
+        policy, policy_state = learner.actor, learner.actor_state
+        if actor:
+            policy, policy_state = epochs(actor_loss, self.actor_tx, policy, policy_state)
+        return Learner(policy, critic, policy_state, critic_state)
+
+
+def correlation(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
+    """Pearson's, along the last axis."""
+    count = jnp.sum(mask, -1, keepdims=True)
+    center = lambda a: jnp.where(mask, a - jnp.sum(jnp.where(mask, a, 0), -1, keepdims=True) / count, 0)  # noqa: E731
+    x, y = center(x), center(y)
+    return jnp.sum(x * y, -1) / jnp.sqrt(jnp.sum(x**2, -1) * jnp.sum(y**2, -1) + 1e-20)
+
+
+def run(config: Config) -> dict[str, np.ndarray]:
+    experiment = Experiment(config)
+    experiment.imitate(config.imitation_steps, config.noise)
+    carry = np.zeros(config.num_seeds)
+    spent = np.zeros(config.num_seeds)
+    history: list[dict[str, np.ndarray]] = []
+    number = 0
+    while spent.min() < config.tokens:
+        start = time.perf_counter()
+        problems = experiment.problems(number)
+        budget = experiment.budget + (carry / config.num_problems).astype(np.int32)
+        keys = jax.random.key(1000 + number)
+        warm = config.method in ("focus", "actor-critic") and number < config.warmup
+        lessons, metrics = experiment.collect(experiment.learner, problems, jnp.asarray(budget, jnp.int32), warm=warm, key=keys)
+        metrics = {k: np.asarray(v) for k, v in metrics.items()}
+        middle = time.perf_counter()
+        experiment.learner = jax.block_until_ready(experiment.learn(experiment.learner, problems, lessons, actor=not warm))
+        end = time.perf_counter()
+        carry += experiment.budget * config.num_problems - metrics["tokens"]
+        history.append({"at": spent.copy(), **metrics})
+        spent += metrics["tokens"]
+        if number % 4 == 0:
+            means = " ".join(f"{k} {v.mean():.3f}" for k, v in metrics.items())
+            print(f"{number} {spent.mean():.0f} {means} | {middle - start:.2f} {end - middle:.2f} s", flush=True)
+        number += 1
+    return {k: np.stack([h[k] for h in history]) for k in history[0]}
+
+
+if __name__ == "__main__":
+    import tyro
+
+    run(tyro.cli(Config))

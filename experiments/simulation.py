@@ -120,9 +120,7 @@ def plant(task: Task, critic: Critic, *, num_nodes: int, segment: int) -> Growth
     return Growth(ones, 0 * ones, number, number, number, flag, real, number, value, stats, edges, edges, edges.astype(bool))
 
 
-def grow(
-    growth: Growth, task: Task, budget: jax.Array, *, rule: Rule, critic: Critic, max_steps: int, key: jax.Array
-) -> Growth:
+def grow(growth: Growth, task: Task, budget: jax.Array, *, rule: Rule, critic: Critic, max_steps: int, key: jax.Array) -> Growth:
     """Continue from what `rule` scores highest until nothing above 0 is affordable in any tree.
 
     Args:
@@ -193,9 +191,7 @@ def continue_from(
         )
         return growth, jnp.where(running, new, node), going, key
 
-    growth, last, _, _ = jax.lax.while_loop(
-        lambda carry: jnp.any(carry[2]), one_segment, (growth, start, active, key)
-    )
+    growth, last, _, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), one_segment, (growth, start, active, key))
     # New nodes stand in a row: values, evidence, and where their continuation ended.
     index = jnp.arange(capacity)
     new = (index >= first[:, None]) & growth.mask
@@ -205,7 +201,9 @@ def continue_from(
     slots = first[:, None] + jnp.arange(most)
     at = jnp.minimum(slots, capacity - 1)
     predicted = critic(growth.page[rows[:, None], at], growth.time[rows[:, None], at])
-    value = growth.value.at[rows[:, None], jnp.where(slots < growth.num_nodes[:, None], slots, capacity)].set(predicted, mode="drop")
+    value = growth.value.at[rows[:, None], jnp.where(slots < growth.num_nodes[:, None], slots, capacity)].set(
+        predicted, mode="drop"
+    )
     return replace(
         growth,
         value=jnp.where(growth.terminal, 0, value),
@@ -219,7 +217,9 @@ def draw(probs: jax.Array, uniform: jax.Array) -> jax.Array:
     return jnp.sum(uniform[..., None] >= jnp.cumsum(probs, -1)[..., :-1], -1, dtype=jnp.int32)
 
 
-def probe(task: Task, page: jax.Array, time: jax.Array, active: jax.Array, *, max_steps: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def probe(
+    task: Task, page: jax.Array, time: jax.Array, active: jax.Array, *, max_steps: int, key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Play on from pages [B, M] to the end, keeping only the return [B, M] and the replies it took, int32 [B, M]."""
     goal = task.next.shape[1]
     rows = jnp.arange(len(page))[:, None]

@@ -248,6 +248,18 @@ def token_scores_gradient(
     return d_logits @ head.astype(np.float64), np.outer(d_logits, hidden.astype(np.float64))
 
 
+def detour_values(next_page: Sequence[Sequence[int]], probs: Sequence[Sequence[float]], max_steps: int) -> np.ndarray:
+    """Chance to reach the goal, [max_steps + 1, pages + 1], by replies so far and page; a reply that is none loses a step."""
+    goal = len(next_page)
+    values = np.zeros((max_steps + 1, goal + 1))
+    values[:, goal] = 1.0
+    for step in reversed(range(max_steps)):
+        for page in range(goal):
+            value = sum(p * values[step + 1, following] for p, following in zip(probs[page], next_page[page], strict=True))
+            values[step, page] = value + (1 - sum(probs[page])) * values[step + 1, page]
+    return values
+
+
 def actor_objective(questions: Sequence[Sequence[Sequence[tuple[float, float, float]]]], clip: float = 0.2) -> float:
     """Mean over questions, of the mean over their segments, of the mean over their tokens: log-prob, old one, advantage."""
 

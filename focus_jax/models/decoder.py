@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from focus_jax.models.attention import LayerCache, Rows, attend, split_heads
+from focus_jax.models.check import check_length, check_rows
 from focus_jax.models.config import LayerType, ModelConfig
 from focus_jax.models.layers import MLP, Linear, RMSNorm, matmul_transposed, rotary_angles, rotate
 from focus_jax.models.qwen3_5 import GatedAttention, GatedDeltaNet
@@ -106,7 +107,7 @@ class Decoder(nnx.Module):
         config: its shape.
         dtype: of the computation; parameters are float32.
         remat: what the backward pass may keep of a layer beside its input (a policy of `jax.checkpoint_policies`), or None
-            to keep all.
+            to keep all. The default keeps the products and computes the rest again, which is quicker than to write it down.
         key: typed PRNG key of the initial parameters.
 
     Example:
@@ -122,13 +123,15 @@ class Decoder(nnx.Module):
         config: ModelConfig,
         *,
         dtype: DTypeLike = jnp.float32,
-        remat: Callable[..., bool] | None = None,
+        remat: Callable[..., bool] | None = jax.checkpoint_policies.dots_saveable,
         key: jax.Array,
     ) -> None:
         embed, blocks, head = jax.random.split(key, 3)
         shape = (config.vocab_size, config.hidden_size)
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        if self.dtype not in map(jnp.dtype, ("float32", "bfloat16", "float16")):
+            raise ValueError(f"`dtype`: expected float32, bfloat16 or float16, got {self.dtype}")
         self.remat = remat
         self.embed_tokens = param(normal(embed, shape), "tensor", "fsdp")
         self.blocks: Any = Block(config, dtype=self.dtype, key=blocks)
@@ -144,9 +147,16 @@ class Decoder(nnx.Module):
                 row. None: every row is one sequence.
 
         Returns:
-            [B, T, hidden_size] in the computation's dtype; at padding finite, otherwise meaningless.
+            [B, T, hidden_size] in the computation's dtype; at padding finite, otherwise meaningless. NaN in the row of a
+            token outside the vocabulary (see `check_tokens`).
+
+        Raises:
+            ValueError, TypeError: a shape or dtype that does not fit; without `segment_ids`, rows beyond the position limit.
         """
+        tokens, segment_ids = jnp.asarray(tokens), None if segment_ids is None else jnp.asarray(segment_ids)
+        check_rows(tokens, segment_ids)
         if segment_ids is None:
+            check_length(self.config, tokens.shape[1])
             positions, valid = jnp.arange(tokens.shape[1])[None], None
         else:
             positions, valid = segment_positions(segment_ids), segment_ids > 0
@@ -206,7 +216,9 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: jax.Array, valid: jax.Array | None) -> jax.Array:
         if valid is not None:
             tokens = jnp.where(valid, tokens, 0)  # padding may hold any number
-        return constrain(self.embed_tokens[...][tokens].astype(self.dtype), "fsdp", "tensor", None)
+        # An id outside the vocabulary has no row; left to itself, JAX would take the nearest one's.
+        rows = self.embed_tokens[...].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return constrain(rows.astype(self.dtype), "fsdp", "tensor", None)
 
     def _final_norm(self, x: jax.Array) -> jax.Array:
         return jax.tree.map(lambda leaf: leaf[0], self.norm)(x)

@@ -39,7 +39,7 @@ def load_hf(
     *,
     mesh: jax.sharding.Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
-    remat: Callable[..., bool] | None = None,
+    remat: Callable[..., bool] | None = jax.checkpoint_policies.dots_saveable,
 ) -> Decoder:
     """A decoder with the parameters of a checkpoint folder, float32 whatever they are stored in.
 
@@ -56,7 +56,9 @@ def load_hf(
 
     Raises:
         ConfigError: config.json is missing, broken, or not supported.
-        CheckpointError: files that are missing or broken; else every missing, unexpected or mis-shaped tensor at once.
+        CheckpointError: files that are missing or broken; else every missing, unexpected or mis-shaped tensor at once; else
+            every tensor whose numbers are not finite.
+        ValueError: a mesh without the axes `fsdp` and `tensor`, or a `dtype` that is none of a computation.
 
     Example:
         >>> import tempfile, jax
@@ -67,6 +69,8 @@ def load_hf(
         ...     load_hf(f"{folder}/tiny")(jax.numpy.array([[1, 2, 3]])).shape
         (1, 3, 64)
     """
+    if mesh is not None and (not {"fsdp", "tensor"} & set(mesh.axis_names) or mesh.explicit_axes):
+        raise ValueError(f"`mesh`: expected axes fsdp and tensor of type Auto (`make_mesh`), got {mesh}")
     config = ModelConfig.load(folder)
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
         abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, remat=remat, key=jax.random.key(0)))
@@ -122,20 +126,24 @@ def match_tensors(folder: Path | str, config: ModelConfig, shapes: Mapping[str, 
 
 
 def _read_all(source: Mapping[str, StoredTensor], variables: Mapping[str, Any], config: ModelConfig) -> dict[str, jax.Array]:
-    """Every parameter by path, file by file."""
+    """Every parameter by path, file by file; numbers that are not finite are an error."""
     shardings = {path: _sharding(variable) for path, variable in variables.items()}
     arrays: dict[str, jax.Array] = {}
+    wrong = []
     for name, tensor in sorted(source.items(), key=lambda item: (item[1].file, item[0])):
         path, block = parameter_path(name, config)
         shape, sharding = variables[path].shape, shardings[path]
         if len(shape) == len(tensor.shape):
-            arrays[path] = _widen(_read(tensor, sharding))
+            arrays[path], finite = _widen(_read(tensor, sharding))
         else:
             if path not in arrays:
                 arrays[path] = jnp.zeros(shape, jnp.float32, device=sharding)
-            arrays[path] = _put(arrays[path], _read(tensor, _without_first_axis(sharding)), block)
+            arrays[path], finite = _put(arrays[path], _read(tensor, _without_first_axis(sharding)), block)
         # Nothing of a tensor stays on the host when the next one is read.
         arrays[path].block_until_ready()
+        wrong += [] if finite else [name]
+    if wrong:
+        raise CheckpointError(f"{tensor.file.parent}: these tensors hold numbers that are not finite: {grouped(wrong)}")
     return arrays
 
 
@@ -156,13 +164,13 @@ def _read(tensor: StoredTensor, sharding: Sharding) -> jax.Array:
 
 
 @jax.jit
-def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
+def _widen(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x.astype(jnp.float32), jnp.isfinite(x).all()
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put(stack: jax.Array, x: jax.Array, block: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), block, 0)
+def _put(stack: jax.Array, x: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), block, 0), jnp.isfinite(x).all()
 
 
 def _check_equal(folder: Path | str, embedding: StoredTensor, head: StoredTensor) -> None:

@@ -106,7 +106,7 @@ def make_search(problem: Problem) -> Search:
     Example:
         >>> search = make_search(Problem(LEVELS["short"], seed=0))
         >>> search.text[0].tobytes().decode(), search.next[0].tolist()
-        ('0fFDE+.', [5, 6, 16, 0])
+        ('0fFCD+.', [5, 6, 16, 0])
     """
     level = problem.level
     rng = np.random.default_rng(problem.seed)
@@ -150,7 +150,7 @@ class DetourEnvironment:
     Example:
         >>> environment = DetourEnvironment()
         >>> environment.reset(Problem(LEVELS["short"], seed=0)).messages[0].content
-        '0fFDE+.'
+        '0fFCD+.'
         >>> environment.step(Action("3", ended=True)).messages[0].content[0]
         '1'
     """

@@ -207,9 +207,10 @@ class Forget:
     """Every second turn, starts from the opening alone."""
 
     async def after_turn(self, segment):
-        if segment.num_turns == 2:
-            await segment.replace([Message("user", "Start over.")])
-        return False
+        if segment.num_turns != 2:
+            return False
+        await segment.replace([Message("user", "Start over.")])
+        return True
 
 
 def test_third_context_manager():
