@@ -1,10 +1,12 @@
-"""Cheap checks on the host, before any long computation: token ids, lengths, and whether a tokenizer fits."""
+"""Cheap checks before any long computation: token ids, lengths, whether a tokenizer fits; shapes and dtypes of arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Sized
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -14,7 +16,7 @@ from focus_jax.models.config import ModelConfig
 def check_tokens(config: ModelConfig, tokens: ArrayLike, segment_ids: ArrayLike | None = None) -> None:
     """Refuse token ids beyond the vocabulary and sequences beyond the position limit.
 
-    JAX would clamp an id that is too large to the last row of the embedding, without a word.
+    A compiled model cannot raise: it answers NaN for such ids, and goes on beyond the limit in rows with `segment_ids`.
 
     Args:
         config: the model's.
@@ -98,6 +100,34 @@ def check_tokenizer(config: ModelConfig, tokenizer: int | Any) -> None:
             f"expected a tokenizer of at most {config.vocab_size} tokens, the rows of the model's embedding, got {size}; "
             "take the one in the checkpoint's own folder"
         )
+
+
+def check_rows(tokens: jax.Array, segment_ids: jax.Array | None) -> None:
+    """Refuse what is no batch of rows, by shapes and dtypes alone, so that it can be done while tracing.
+
+    Raises:
+        ValueError: another number of dimensions, nothing to read, or segment ids of another shape.
+        TypeError: no integers.
+    """
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"`tokens`: expected shape (B, T), at least one row of at least one token, got {tokens.shape}")
+    check_array("tokens", tokens, tokens.shape, jnp.integer)
+    if segment_ids is not None:
+        check_array("segment_ids", segment_ids, tokens.shape, jnp.integer)
+
+
+def check_array(name: str, array: jax.Array, shape: tuple, kind: type) -> None:
+    """Refuse an array of another shape or kind of dtype; `name` is the caller's for it.
+
+    Example:
+        >>> check_array("mask", jnp.zeros((2, 3)), (2, 3), jnp.bool_)
+        Traceback (most recent call last):
+        TypeError: `mask`: expected bool, got float32
+    """
+    if array.shape != shape:
+        raise ValueError(f"`{name}`: expected shape {shape}, got {array.shape}")
+    if not jnp.issubdtype(array.dtype, kind):
+        raise TypeError(f"`{name}`: expected {kind.__name__}, got {array.dtype}")
 
 
 def _integers(name: str, values: ArrayLike) -> np.ndarray:

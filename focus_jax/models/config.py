@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,11 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     kernel_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            heads = f"{self.num_value_heads}, {self.num_key_heads}"
+            raise ConfigError(f"expected `num_value_heads` to be a multiple of `num_key_heads`, got {heads}")
 
     @property
     def num_channels(self) -> int:
@@ -106,6 +112,26 @@ class ModelConfig:
     out_bias: bool = False
     delta: DeltaConfig | None = None
 
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+        for name in (*sizes, "num_layers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}`: expected at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"expected `num_heads` to be a multiple of `num_kv_heads`, got {self.num_heads}, {self.num_kv_heads}"
+            )
+        if not 0 < self.rope_theta < math.inf:
+            raise ConfigError(f"`rope_theta`: expected a finite number > 0, got {self.rope_theta}")
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"`partial_rotary` {self.partial_rotary} of a head of {self.head_dim} leaves no even number of dimensions"
+            )
+        if ("linear_attention" in self.layer_types) != (self.delta is not None):
+            raise ConfigError(
+                f"expected `delta` for linear attention layers, and only for those, got {self.layer_types}, {self.delta}"
+            )
+
     @property
     def num_layers(self) -> int:
         return len(self.layer_types)
@@ -138,7 +164,7 @@ class ModelConfig:
         path = Path(folder) / "config.json"
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f"expected a config.json in {folder}, found none; give the folder that holds a model's *.safetensors"
             ) from None
@@ -170,32 +196,22 @@ class ModelConfig:
         hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
         if not read.get("head_dim") and not DEFAULTS[family]["head_dim"] and hidden % heads:
             raise ConfigError(f"expected `head_dim`, or `hidden_size` a multiple of `num_attention_heads`, got {hidden}, {heads}")
-        head_dim = read.size("head_dim", DEFAULTS[family]["head_dim"] or hidden // heads)
-        kv_heads = read.size("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise ConfigError(
-                f"expected `num_attention_heads` to be a multiple of `num_key_value_heads`, got {heads}, {kv_heads}"
-            )
         rope = read.rope()
-        partial = _Fields(rope).number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
-        rotary_dim = int(head_dim * partial)
-        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ConfigError(f"`partial_rotary_factor` {partial} of a head of {head_dim} leaves no even number of dimensions")
         layer_types = _layer_types(read, family)
-        bias = bool(read.get("attention_bias"))
+        bias = read.flag("attention_bias")
         return ModelConfig(
             family=family,
             vocab_size=read.size("vocab_size"),
             hidden_size=hidden,
             intermediate_size=read.size("intermediate_size"),
             num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            num_kv_heads=read.size("num_key_value_heads", heads),
+            head_dim=read.size("head_dim", DEFAULTS[family]["head_dim"] or hidden // heads),
             layer_types=layer_types,
-            tied=bool(read.get("tie_word_embeddings")),
+            tied=read.flag("tie_word_embeddings"),
             max_positions=read.size("max_position_embeddings"),
             rope_theta=_Fields(rope).number("rope_theta", read.number("rope_theta", 10000.0)),
-            partial_rotary=partial,
+            partial_rotary=_Fields(rope).number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0)),
             norm_eps=read.number("rms_norm_eps", 1e-6),
             qkv_bias=True if family == "qwen2" else bias,
             out_bias=False if family == "qwen2" else bias,
@@ -270,9 +286,15 @@ class _Fields:
     def number(self, name: str, default: float) -> float:
         value = self.get(name)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"`{name}`: expected a number, got {value!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ConfigError(f"`{name}`: expected a finite number >= 0, got {value!r}")
         return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name) or False
+        if not isinstance(value, bool):
+            raise ConfigError(f"`{name}`: expected true or false, got {value!r}")
+        return value
 
     def rope(self) -> Mapping[str, Any]:
         rope = self.get("rope_scaling") or self.get("rope_parameters") or {}
@@ -332,16 +354,10 @@ def _layer_types(read: _Fields, family: Family) -> tuple[LayerType, ...]:
 
 
 def _delta(read: _Fields) -> DeltaConfig:
-    delta = DeltaConfig(
+    return DeltaConfig(
         num_key_heads=read.size("linear_num_key_heads", 16),
         num_value_heads=read.size("linear_num_value_heads", 32),
         key_dim=read.size("linear_key_head_dim", 128),
         value_dim=read.size("linear_value_head_dim", 128),
         kernel_size=read.size("linear_conv_kernel_dim", 4),
     )
-    if delta.num_value_heads % delta.num_key_heads:
-        raise ConfigError(
-            "expected `linear_num_value_heads` to be a multiple of `linear_num_key_heads`, "
-            f"got {delta.num_value_heads}, {delta.num_key_heads}"
-        )
-    return delta

@@ -206,6 +206,7 @@ class FlaxCritic:
 
         Raises:
             ValueError: a context that is empty, too long, or has ids outside the vocabulary; nothing is computed then.
+            FloatingPointError: the model's values are not finite.
         """
         contexts = [self._checked(state.context) for state in states]
         if not contexts:
@@ -277,7 +278,10 @@ def _values(model: ValueModel, contexts: list[np.ndarray], length: int) -> np.nd
         last[row] = len(context) - 1
     mesh = mesh_of(model)  # a thread starts without the caller's mesh
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return np.asarray(_values_at(model, tokens, last))[: len(contexts)]
+        values = np.asarray(_values_at(model, tokens, last))[: len(contexts)]
+    if not np.isfinite(values).all():
+        raise FloatingPointError("the critic's values are not finite; look at its weights")
+    return values
 
 
 @jax.jit

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Literal
 
 import jax
@@ -34,6 +36,9 @@ class Request:
         temperature: 0 takes the most likely token.
         top_p: mass of the nucleus; 1 keeps everything.
         stop_ids: ids that end the reply; the one drawn is part of it.
+
+    Raises:
+        ValueError: a number out of range.
     """
 
     prompt: np.ndarray
@@ -42,6 +47,16 @@ class Request:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_tokens, Integral) or self.max_tokens < 1:
+            raise ValueError(f"`max_tokens`: expected a whole number, at least 1, got {self.max_tokens}")
+        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"`seed`: expected a whole number in [0, 2**32), got {self.seed}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"`temperature`: expected a finite number >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p`: expected a number in (0, 1], got {self.top_p}")
 
 
 @dataclass
@@ -115,13 +130,15 @@ class ContinuousBatch:
     ) -> None:
         config = model.config
         check_length(config, context_length)
-        for name, value in (("num_slots", num_slots), ("num_steps", num_steps)):
-            if value < 1:
-                raise ValueError(f"`{name}`: expected at least 1, got {value}")
-        if prefill_tokens < _SMALLEST_PREFILL:
-            raise ValueError(f"`prefill_tokens`: expected at least {_SMALLEST_PREFILL}, got {prefill_tokens}")
-        if context_length < 2:
-            raise ValueError(f"`context_length`: expected at least 2, a prompt and a reply, got {context_length}")
+        for name, value, least in (
+            ("num_slots", num_slots, 1),
+            ("num_steps", num_steps, 1),
+            ("prefill_tokens", prefill_tokens, _SMALLEST_PREFILL),
+            ("context_length", context_length, 2),  # a prompt and a reply
+            ("prefix_bytes", prefix_bytes, 0),
+        ):
+            if value < least:
+                raise ValueError(f"`{name}`: expected at least {least}, got {value}")
         self._mesh = mesh_of(model)
         with self._on_mesh():
             self.model = for_decoding(model)
@@ -166,10 +183,10 @@ class ContinuousBatch:
         """
         prompt = np.asarray(request.prompt)
         check_prompt(self.config, prompt)
-        total = len(prompt) + request.max_tokens
-        if request.max_tokens < 1 or total > self.context_length:
+        check_stop_ids(self.config, request.stop_ids)
+        if request.max_tokens > self.context_length - len(prompt):
             raise ValueError(
-                f"expected `max_tokens` at least 1 and at most {self.context_length - len(prompt)}, what a prompt of "
+                f"expected `max_tokens` of at most {self.context_length - len(prompt)}, what a prompt of "
                 f"{len(prompt)} tokens leaves of {self.context_length}; got {request.max_tokens}"
             )
         handle = next(self._handles)
@@ -205,10 +222,11 @@ class ContinuousBatch:
         """Replace the weights; saved states are dropped, they belong to the old ones.
 
         Raises:
-            ValueError: a model of another shape, or requests in slots.
+            ValueError: a model of another shape, dtype or mesh, or requests in slots.
         """
-        if model.config != self.config or model.dtype != self.model.dtype:
-            raise ValueError(f"`model`: expected the shape of the one before, {self.config}, got {model.config}")
+        before, new = ((m.config, m.dtype, mesh) for m, mesh in ((self.model, self._mesh), (model, mesh_of(model))))
+        if new != before:
+            raise ValueError(f"`model`: expected the shape, dtype and mesh of the one before,\n  {before}\ngot\n  {new}")
         if self.num_active:
             raise ValueError(f"{self.num_active} requests are still being decoded with the old weights; let them finish first")
         with self._on_mesh():
@@ -339,6 +357,16 @@ def check_prompt(config: ModelConfig, prompt: np.ndarray) -> None:
     if prompt.ndim != 1 or not len(prompt):
         raise ValueError(f"`prompt`: expected integers of shape [T], T at least 1, got shape {list(prompt.shape)}")
     check_tokens(config, prompt)
+
+
+def check_stop_ids(config: ModelConfig, stop_ids: Iterable[int]) -> None:
+    """Refuse ids that no reply could end with.
+
+    Raises:
+        ValueError: ids beyond the vocabulary.
+    """
+    if wrong := [i for i in stop_ids if not 0 <= i < config.vocab_size]:
+        raise ValueError(f"`stop_ids`: expected ids in [0, {config.vocab_size}), got {', '.join(map(str, wrong))}")
 
 
 def _power_of_two(length: int, smallest: int) -> int:

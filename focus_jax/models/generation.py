@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from focus_jax.models.check import check_length
 from focus_jax.models.decoder import Decoder
-from focus_jax.models.engine import ContinuousBatch, Reply, Request, check_prompt
+from focus_jax.models.engine import ContinuousBatch, Reply, Request, check_prompt, check_stop_ids
 
 _MOST_STEPS = 8
 
@@ -78,12 +78,9 @@ def generate(
         check_prompt(model.config, row)
     if len(seeds) != len(rows):
         raise ValueError(f"`seeds`: expected one for each of {len(rows)} prompts, got {len(seeds)}")
-    if any(not 0 <= seed < 2**32 for seed in seeds):
-        raise ValueError("`seeds`: expected numbers in [0, 2**32)")
-    if max_tokens < 1:
-        raise ValueError(f"`max_tokens`: expected at least 1, got {max_tokens}")
-    if not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(f"expected `temperature` >= 0 and `top_p` in (0, 1], got {temperature} and {top_p}")
+    stop_ids = tuple(stop_ids)
+    check_stop_ids(model.config, stop_ids)
+    requests = [Request(row, max_tokens, seed, temperature, top_p, stop_ids) for row, seed in zip(rows, seeds, strict=True)]
     check_length(model.config, max(map(len, rows)) + max_tokens)
     batch = ContinuousBatch(
         model,
@@ -91,10 +88,7 @@ def generate(
         context_length=model.config.max_positions,
         num_steps=min(_MOST_STEPS, 1 << (max_tokens - 1).bit_length()),
     )
-    handles = [
-        batch.submit(Request(row, max_tokens, seed, temperature, top_p, tuple(stop_ids)))
-        for row, seed in zip(rows, seeds, strict=True)
-    ]
+    handles = [batch.submit(request) for request in requests]
     replies: dict[int, Reply] = {}
     while batch.num_waiting or batch.num_active:
         replies |= batch.step()

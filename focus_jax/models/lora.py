@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from focus_jax.models.checkpoint import checkpoint_name
+from focus_jax.models.checkpoint import checkpoint_name, grouped
 from focus_jax.models.decoder import Decoder
 from focus_jax.models.layers import Linear, matmul_transposed
 from focus_jax.models.sharding import normal, param
@@ -60,7 +62,8 @@ def add_lora(model: MODULE, *, targets: Sequence[str] = ATTENTION, rank: int = 1
         key: typed PRNG key.
 
     Raises:
-        ValueError: a target the model does not have, a rank below 1, or a model that has adapters already.
+        ValueError: no target or one the model does not have, a rank or alpha that scales nothing, or a model that has
+            adapters already.
 
     Example:
         >>> import jax
@@ -74,6 +77,10 @@ def add_lora(model: MODULE, *, targets: Sequence[str] = ATTENTION, rank: int = 1
     """
     if rank < 1:
         raise ValueError(f"`rank`: expected at least 1, got {rank}")
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"`alpha`: expected a finite number > 0, got {alpha}")
+    if isinstance(targets, str) or not targets:
+        raise ValueError(f"`targets`: expected names of projections, such as ('q_proj', 'v_proj'), got {targets!r}")
     if any(True for _ in _adapters(model)):
         raise ValueError("the model has adapters already; merge them first (`merge_lora`)")
     model = nnx.clone(model)
@@ -104,12 +111,15 @@ def save_peft(model: Decoder, folder: Path | str, *, base_model: str) -> None:
 
     Args:
         model: a decoder with adapters.
-        folder: gets adapter_config.json and adapter_model.safetensors.
+        folder: gets adapter_config.json and adapter_model.safetensors; those that were there stay until all is written.
         base_model: name or folder of the checkpoint that the adapters belong to.
 
     Raises:
-        ValueError: the model has no adapters.
+        ValueError: the model has no adapters, or their numbers are not finite.
+        TypeError: no decoder.
     """
+    if not isinstance(model, Decoder):
+        raise TypeError(f"expected a Decoder, got {type(model).__name__}; the format has no place for a critic's head")
     tensors: dict[str, np.ndarray] = {}
     names = set()
     layer: LoRALinear | None = None
@@ -120,6 +130,8 @@ def save_peft(model: Decoder, folder: Path | str, *, base_model: str) -> None:
             tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
     if layer is None:
         raise ValueError("expected a model with adapters (`add_lora`), got one without; `save_hf` saves whole models")
+    if wrong := [name for name, value in tensors.items() if not np.isfinite(value).all()]:
+        raise ValueError(f"expected finite numbers in the adapters, got others in {grouped(wrong)}; nothing was written")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -156,7 +168,12 @@ def _write(folder: Path, tensors: dict[str, np.ndarray], config: dict[str, objec
     except ImportError:
         raise ImportError("writing adapters needs the package `safetensors`; install focus_jax[hf]") from None
     folder.mkdir(parents=True, exist_ok=True)
-    last = folder / "adapter_config.json"
-    last.unlink(missing_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    new, last = folder / "adapter_model.new", folder / "adapter_config.json"
+    try:
+        save_file(tensors, new, metadata={"format": "pt"})
+        new.chmod(folder.stat().st_mode & 0o666)  # the library's files are for their owner alone
+        last.unlink(missing_ok=True)
+        os.replace(new, folder / "adapter_model.safetensors")
+    finally:
+        new.unlink(missing_ok=True)
     last.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

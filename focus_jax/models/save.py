@@ -42,10 +42,10 @@ from focus_jax.models.decoder import Decoder
 # What stands beside the weights of a source and goes along with them.
 CARRIED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
-    *("generation_config.json", "*processor_config.json"),
+    *("generation_config.json", "*processor_config.json", "LICENSE*"),
 )
 # What a folder may hold and still be replaced.
-REPLACEABLE = (*CARRIED, "config.json", "*.safetensors", INDEX, "README.md", "LICENSE*", ".gitattributes")
+REPLACEABLE = (*CARRIED, "config.json", "model*.safetensors", INDEX, "README.md", ".gitattributes")
 # The decay of the delta layers, exp(A_log) softplus(. + dt_bias), is off by up to a percent where these are bfloat16.
 FLOAT32 = ("A_log", "dt_bias")
 
@@ -69,11 +69,14 @@ def save_hf(
         dtype: of the stored tensors: float32 (the default; nothing is lost), bfloat16 or float16. `A_log` and `dt_bias`
             stay float32, and so does what `like` stores wider than its embedding.
         like: the checkpoint that the model started from. Its config.json, tokenizer, chat template, generation settings,
-            way of naming, vision tower and prediction layers are carried over, so that what loads the one loads the other.
+            licence, way of naming, vision tower and prediction layers are carried over, so that what loads the one loads the
+            other.
         max_shard_bytes: a larger checkpoint is cut into several files; the host holds one of them at a time.
 
     Raises:
-        CheckpointError: parameters a checkpoint has no place for; `like` has another shape; `folder` holds something else.
+        CheckpointError: parameters a checkpoint has no place for, or that are not finite; `like` has another shape;
+            `folder` holds something else. What `folder` held is still there.
+        TypeError: no decoder.
 
     Example:
         >>> import os, tempfile, jax
@@ -83,6 +86,10 @@ def save_hf(
         ...     sorted(os.listdir(f"{folder}/tiny"))
         ['config.json', 'model.safetensors']
     """
+    if not isinstance(model, Decoder):
+        raise TypeError(f"expected a Decoder, got {type(model).__name__}; a checkpoint has no place for more")
+    if max_shard_bytes < 1:
+        raise ValueError(f"`max_shard_bytes`: expected at least 1, got {max_shard_bytes}")
     kept = jnp.dtype(jnp.float32 if dtype is None else dtype)
     if kept not in map(jnp.dtype, DTYPES.values()):
         raise ValueError(f"`dtype`: expected float32, bfloat16 or float16, got {kept}")
@@ -140,7 +147,7 @@ def _entries(model: Decoder, dtype: np.dtype) -> list[_Entry]:
         kept = np.dtype(np.float32) if path.endswith(FLOAT32) else dtype
         for name, block in stored_slices(path, value.shape, model.config):
             shape = value.shape if block is None else value.shape[1:]
-            entries.append(_Entry(name, shape, kept, partial(_fetch, value, block)))
+            entries.append(_Entry(name, shape, kept, partial(_fetch, name, value, block)))
     return sorted(entries, key=lambda entry: _place(entry.name))
 
 
@@ -148,8 +155,11 @@ def _parameters(model: Decoder) -> dict[str, Any]:
     return {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
 
 
-def _fetch(value: jax.Array, block: int | None, dtype: np.dtype) -> np.ndarray:
-    return np.ascontiguousarray((value if block is None else value[block]).astype(dtype))
+def _fetch(name: str, value: jax.Array, block: int | None, dtype: np.dtype) -> np.ndarray:
+    part = (value if block is None else value[block]).astype(dtype)
+    if not jnp.isfinite(part).all():
+        raise CheckpointError(f"{name}: holds numbers that are not finite in {dtype}; nothing was saved")
+    return np.ascontiguousarray(part)
 
 
 def _place(name: str) -> tuple[bool, int, str]:

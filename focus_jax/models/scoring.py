@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from focus_jax.models.check import check_array
 from focus_jax.models.decoder import Decoder
 from focus_jax.models.sharding import Axis
 
@@ -50,10 +51,10 @@ def score(model: Decoder, tokens: jax.Array, segment_ids: jax.Array | None = Non
 
     Returns:
         float32 [B, T] each; entry t belongs to `tokens[:, t]`. Exactly 0, without gradient, at padding and at the first
-        token of every sequence, which nothing predicts.
+        token of every sequence, which nothing predicts. NaN in the row of a token outside the vocabulary.
 
     Raises:
-        ValueError, TypeError: a shape, a dtype or a temperature that does not fit.
+        ValueError, TypeError: a shape, a dtype, a length or a temperature that does not fit.
 
     Example:
         >>> from focus_jax.models import ModelConfig
@@ -63,17 +64,16 @@ def score(model: Decoder, tokens: jax.Array, segment_ids: jax.Array | None = Non
         >>> (scores.logprobs < 0).tolist()
         [[False, True, True, False, True, False]]
     """
-    _check("tokens", tokens, tokens.shape if tokens.ndim == 2 else ("B", "T"), jnp.integer)
+    hidden = model(tokens, segment_ids)
     tokens = jnp.asarray(tokens)
     if segment_ids is None:
         follows = jnp.ones(tokens[:, 1:].shape, bool)
     else:
-        _check("segment_ids", segment_ids, tokens.shape, jnp.integer)
         segment_ids = jnp.asarray(segment_ids)
         follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
     # The state at t predicts the token at t + 1; the last one predicts nothing, but keeps the rows whole.
     targets, mask = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens[:, 1:], follows))
-    scores = token_logprobs(model(tokens, segment_ids), model.head_weight(), targets, mask, temperature=temperature)
+    scores = token_logprobs(hidden, model.head_weight(), targets, mask, temperature=temperature)
     return TokenScores(*(jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in scores))
 
 
@@ -125,11 +125,12 @@ def token_logprobs(
         chunk = CPU_CHUNK if jax.default_backend() == "cpu" else CHUNK
     if min(chunk) < 1:
         raise ValueError(f"`chunk`: expected two numbers >= 1, got {chunk}")
-    _check("hidden", hidden, hidden.shape if hidden.ndim else (..., "D"), jnp.floating)
-    _check("head", head, ("V", *hidden.shape[-1:]) if head.ndim != 2 else (head.shape[0], hidden.shape[-1]), jnp.floating)
-    _check("targets", targets, hidden.shape[:-1], jnp.integer)
+    check_array("hidden", hidden, hidden.shape if hidden.ndim else (..., "D"), jnp.floating)
+    expected = ("V" if head.ndim != 2 else head.shape[0], hidden.shape[-1])
+    check_array("head", head, expected, jnp.floating)
+    check_array("targets", targets, hidden.shape[:-1], jnp.integer)
     if mask is not None:
-        _check("mask", mask, hidden.shape[:-1], jnp.bool_)
+        check_array("mask", mask, hidden.shape[:-1], jnp.bool_)
     return _token_logprobs(hidden, head, targets, mask, float(temperature), chunk)
 
 
@@ -324,10 +325,3 @@ def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
 def _own_rows(plan: _Plan, targets: jax.Array, head: jax.Array) -> jax.Array:
     """Where in this device's part of the vocabulary the targets are; outside of it for those of other devices."""
     return targets if plan.vocabulary is None else targets - lax.axis_index(plan.vocabulary) * head.shape[0]
-
-
-def _check(name: str, array: jax.Array, shape: tuple, kind: type) -> None:
-    if array.shape != shape:
-        raise ValueError(f"`{name}`: expected shape {shape}, got {array.shape}")
-    if not jnp.issubdtype(array.dtype, kind):
-        raise TypeError(f"`{name}`: expected {kind.__name__}, got {array.dtype}")

@@ -19,7 +19,7 @@ from focus_jax.agents.sampler import ContextLengthError, Sample, SamplerError, S
 from focus_jax.agents.tokenizer import Tokenizer
 from focus_jax.models.check import check_length, check_tokenizer
 from focus_jax.models.decoder import Decoder
-from focus_jax.models.engine import ContinuousBatch, Reply, Request
+from focus_jax.models.engine import ContinuousBatch, Reply, Request, check_stop_ids
 from focus_jax.sampling.stops import StopFinder
 
 _MEBIBYTE = 2**20
@@ -47,7 +47,7 @@ class FlaxSampler:
             holds its slot until then.
 
     Raises:
-        ValueError: a number out of range, or a tokenizer with more tokens than the model.
+        ValueError: a number out of range, or a tokenizer with more tokens, or end-of-turn ids, than the model has.
 
     Example:
         async with FlaxSampler(load_hf(folder), HFTokenizer(folder)) as sampler:
@@ -67,6 +67,7 @@ class FlaxSampler:
         num_steps: int = 8,
     ) -> None:
         check_tokenizer(model.config, tokenizer.vocab_size)
+        check_stop_ids(model.config, tokenizer.eos_ids)
         check_length(model.config, context_length)
         config = model.config
         self.context_length = context_length
@@ -133,11 +134,11 @@ class FlaxSampler:
         weights are in place.
 
         Args:
-            model: of the same shape as the one before.
+            model: of the same shape as the one before, on the same mesh.
             version: that samples are tagged with from now on.
 
         Raises:
-            ValueError: a model of another shape; the old one stays.
+            ValueError: a model of another shape, dtype or mesh; the old one stays, as with every error.
             SamplerError: the sampler is closed.
         """
         publication = _Publication(model, version, Future())
@@ -285,7 +286,7 @@ class _Worker:
         self._publication = None
         try:
             self._batch.publish(publication.model)
-        except ValueError as error:
+        except Exception as error:
             self._settle(publication.future, error=error)
             return
         self.policy_version = publication.version

@@ -1,12 +1,13 @@
 """config.json against transformers' own classes: defaults, old and new spellings, what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from checkpoints import BASE, CONFIGS, DELTA, FAMILIES
 from transformers.models.qwen3_5 import Qwen3_5Config
 
-from focus_jax.models import ConfigError, ModelConfig
+from focus_jax.models import ConfigError, DeltaConfig, ModelConfig
 
 # What every published config.json says; all else may be left to the class.
 OPTIONAL = ("num_key_value_heads", "max_position_embeddings")
@@ -137,8 +138,12 @@ def test_a_sliding_window_that_no_layer_uses_is_no_obstacle():
         ("qwen3", {"layer_types": ["linear_attention"] * 3}, "expected 3 of full_attention"),
         ("qwen3", {"hidden_size": None}, "`hidden_size`: expected a positive whole number, got None"),
         ("qwen3", {"vocab_size": "many"}, "`vocab_size`: expected a positive whole number, got 'many'"),
-        ("qwen3", {"rope_theta": "1e6"}, "`rope_theta`: expected a number, got '1e6'"),
-        ("qwen3", {"num_key_value_heads": 3}, "multiple of `num_key_value_heads`, got 4, 3"),
+        ("qwen3", {"rope_theta": "1e6"}, "`rope_theta`: expected a finite number >= 0, got '1e6'"),
+        ("qwen3", {"rope_parameters": {"rope_theta": float("nan")}}, "`rope_theta`: expected a finite number >= 0, got nan"),
+        ("llama", {"rope_theta": 0}, "`rope_theta`: expected a finite number > 0, got 0"),
+        ("llama", {"rms_norm_eps": float("inf")}, "`rms_norm_eps`: expected a finite number >= 0, got inf"),
+        ("llama", {"tie_word_embeddings": "false"}, "`tie_word_embeddings`: expected true or false, got 'false'"),
+        ("qwen3", {"num_key_value_heads": 3}, "multiple of `num_kv_heads`, got 4, 3"),
         ("llama", {"hidden_size": 66}, "expected `head_dim`, or `hidden_size` a multiple"),
         ("qwen3_5", {"linear_num_key_heads": 3, "linear_num_value_heads": 4, "num_hidden_layers": 4}, "got 4, 3"),
     ],
@@ -152,6 +157,20 @@ def test_every_obstacle_is_named_at_once_also_in_a_nested_config():
     text = fields_of("qwen3_5", hidden_act="gelu", num_experts=4)
     with pytest.raises(ConfigError, match=r"mixture of experts; `hidden_act` 'gelu'.*; quantised"):
         ModelConfig.from_hf({"model_type": "qwen3_5", "quantization_config": {"bits": 4}, "text_config": text})
+
+
+def test_a_shape_that_is_none_is_refused_also_without_a_file():
+    config = ModelConfig("qwen3", 512, 64, 128, 4, 2, 32, ("full_attention",) * 2)
+    for changes, message in [
+        ({"vocab_size": 0}, "`vocab_size`: expected at least 1, got 0"),
+        ({"layer_types": ()}, "`num_layers`: expected at least 1, got 0"),
+        ({"num_heads": 3}, "multiple of `num_kv_heads`, got 3, 2"),
+        ({"head_dim": 31}, "a head of 31 leaves no even number"),
+        ({"layer_types": ("linear_attention", "full_attention")}, "expected `delta` for linear attention layers"),
+        ({"delta": DeltaConfig(1, 2, 8, 8, 4)}, "expected `delta` for linear attention layers, and only for those"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            replace(config, **changes)
 
 
 def test_a_folder_without_a_readable_config_says_so(tmp_path):

@@ -241,6 +241,12 @@ def test_a_failing_call_reaches_its_callers_alone(monkeypatch):
         assert str(broken) == str(half) == "out of memory"
 
 
+def test_values_that_are_not_finite_are_an_error():
+    critic = FlaxCritic(jax.tree.map(lambda leaf: leaf * jnp.nan, MODEL), version=0, buckets=(16,))
+    with pytest.raises(FloatingPointError, match="values are not finite"):
+        asyncio.run(critic.score(make_states(3)))
+
+
 def test_cancelled_callers_do_no_harm(calls):
     critic = FlaxCritic(MODEL, version=0, buckets=(16, 32))
 

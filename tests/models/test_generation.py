@@ -176,7 +176,8 @@ def test_stop_ids_end_a_reply_and_belong_to_it():
     model = decoder("qwen2")
     free = generate(model, PROMPTS, max_tokens=12, seeds=range(4))
     assert free.finish_reason == ("length",) * 4
-    stops = {int(free.ids[0, 5]), int(free.ids[2, 2]), *range(100, 105)}
+    never = sorted(set(range(VOCAB)) - set(free.ids.ravel().tolist()))
+    stops = {int(free.ids[0, 5]), int(free.ids[2, 2]), *never[:5]}  # more than the four there is room for at first
     got = generate(model, PROMPTS, max_tokens=12, seeds=range(4), stop_ids=sorted(stops))
     for row in range(4):
         ids = free.ids[row].tolist()
@@ -317,10 +318,16 @@ def test_bad_input_is_named():
         ([[1, 61]], {}, r"ids in \[0, 61\), got 61"),
         ([[-1]], {}, "got -1"),
         ([[1]], {"seeds": [1, 2]}, "one for each of 1 prompts, got 2"),
-        ([[1]], {"seeds": [-1]}, r"`seeds`: expected numbers in \[0, 2\*\*32\)"),
-        ([[1]], {"max_tokens": 0}, "`max_tokens`: expected at least 1, got 0"),
-        ([[1]], {"temperature": -1.0}, "`temperature` >= 0"),
-        ([[1]], {"top_p": 0.0}, r"`top_p` in \(0, 1\]"),
+        ([[1]], {"seeds": [-1]}, r"`seed`: expected a whole number in \[0, 2\*\*32\), got -1"),
+        ([[1]], {"seeds": [0.5]}, "`seed`: expected a whole number"),
+        ([[1]], {"max_tokens": 0}, "`max_tokens`: expected a whole number, at least 1, got 0"),
+        ([[1]], {"max_tokens": 2.5}, "`max_tokens`: expected a whole number, at least 1, got 2.5"),
+        ([[1]], {"temperature": -1.0}, "`temperature`: expected a finite number >= 0, got -1.0"),
+        ([[1]], {"temperature": np.nan}, "`temperature`: .* got nan"),
+        ([[1]], {"temperature": np.inf}, "`temperature`: .* got inf"),
+        ([[1]], {"top_p": 0.0}, r"`top_p`: expected a number in \(0, 1\], got 0.0"),
+        ([[1]], {"top_p": 2.0}, r"`top_p`: .* got 2.0"),
+        ([[1]], {"stop_ids": [5, 61, -1]}, r"`stop_ids`: expected ids in \[0, 61\), got 61, -1"),
         ([[1]], {"max_tokens": 128}, "at most 128 tokens"),
         ([[1]], {"lengths": [2]}, "`lengths`"),
     ]:
@@ -332,6 +339,7 @@ def test_bad_input_is_named():
         ({"prefill_tokens": 1}, "`prefill_tokens`"),
         ({"context_length": 1}, "`context_length`"),
         ({"context_length": 129}, "at most 128 tokens"),
+        ({"prefix_bytes": -1}, "`prefix_bytes`: expected at least 0, got -1"),
     ]:
         with pytest.raises(ValueError, match=message):
             ContinuousBatch(model, **{"num_slots": 1, "context_length": 32, **knobs})
@@ -339,8 +347,13 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="at most 3, what a prompt of 5 tokens leaves of 8; got 4"):
         batch.submit(Request(np.arange(5), 4, seed=0))
     batch.submit(Request(np.arange(5), 3, seed=0))
-    with pytest.raises(ValueError, match="expected the shape of the one before"):
-        batch.publish(decoder("qwen2"))
+    with jax.set_mesh(make_mesh(2, 2)):
+        elsewhere = Decoder(CONFIGS["llama"], key=jax.random.key(0))
+    for other in (decoder("qwen2"), decoder("llama", jnp.bfloat16), elsewhere):
+        with pytest.raises(ValueError, match="expected the shape, dtype and mesh of the one before"):
+            batch.publish(other)
+    with pytest.raises(ValueError, match=r"`stop_ids`: .* got 61"):
+        batch.submit(Request(np.arange(5), 3, seed=0, stop_ids=(61,)))
 
 
 def test_scores_that_are_not_finite_are_an_error():

@@ -11,7 +11,7 @@ from checkpoints import FAMILIES, make_oracle, save_oracle
 from flax import nnx
 from peft import PeftModel
 
-from focus_jax.models import Decoder, add_lora, load_hf, merge_lora, save_hf, save_peft
+from focus_jax.models import Decoder, ValueModel, add_lora, load_hf, merge_lora, save_hf, save_peft
 from focus_jax.models.lora import LoRALinear
 
 TOKENS = np.random.default_rng(0).integers(0, 160, (2, 9))
@@ -102,11 +102,45 @@ def test_bad_input(tmp_path):
         add_lora(model, targets=("q_proj", "c_attn"), key=jax.random.key(1))
     with pytest.raises(ValueError, match="`rank`: expected at least 1, got 0"):
         add_lora(model, rank=0, key=jax.random.key(1))
+    for alpha in (0.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match=f"`alpha`: expected a finite number > 0, got {alpha}"):
+            add_lora(model, alpha=alpha, key=jax.random.key(1))
+    for targets in ((), "q_proj"):
+        with pytest.raises(ValueError, match=r"`targets`: expected names of projections, such as"):
+            add_lora(model, targets=targets, key=jax.random.key(1))
     with pytest.raises(ValueError, match="adapters already"):
         add_lora(add_lora(model, key=jax.random.key(1)), key=jax.random.key(1))
     with pytest.raises(ValueError, match="expected a model with adapters"):
         save_peft(model, tmp_path, base_model="base")
+    with pytest.raises(TypeError, match="expected a Decoder, got ValueModel"):
+        save_peft(ValueModel(add_lora(model, key=jax.random.key(1))), tmp_path, base_model="base")
     assert not list(tmp_path.iterdir())
+
+
+def test_merging_once_more_changes_nothing():
+    merged = merge_lora(train(add_lora(tiny(), rank=2, key=jax.random.key(1))))
+    np.testing.assert_array_equal(logits(merge_lora(merged), TOKENS), logits(merged, TOKENS))
+
+
+def test_adapters_that_were_there_stay_until_new_ones_are_written(tmp_path, monkeypatch):
+    model = add_lora(tiny(), rank=2, key=jax.random.key(1))
+    save_peft(model, tmp_path, base_model="base")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"got others in .*\.layers\.\{0,1\}\.self_attn\.k_proj\.lora_A\.weight"):
+        save_peft(train(model, np.nan), tmp_path, base_model="base")
+
+    def fail(tensors, file, **_):
+        file.write_bytes(b"half")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.numpy.save_file", fail)
+        with pytest.raises(OSError, match="disk full"):
+            save_peft(train(model), tmp_path, base_model="base")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    save_peft(train(model), tmp_path, base_model="base")
+    assert sorted(before) == sorted(path.name for path in tmp_path.iterdir())
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() != before["adapter_model.safetensors"]
 
 
 def test_the_configuration_names_what_vllm_reads(tmp_path):

@@ -22,6 +22,7 @@ from focus_jax.models import (
     ConfigError,
     Decoder,
     ModelConfig,
+    ValueModel,
     checkpoint_name,
     load_hf,
     make_mesh,
@@ -268,6 +269,39 @@ def test_every_tensor_that_does_not_fit_is_named_in_one_error_before_data_is_rea
         assert part in str(caught.value)
 
 
+def test_numbers_that_are_not_finite_are_neither_loaded_nor_saved(folder, tmp_path):
+    tensors = tensors_in(folder)
+    for layer, value in ((0, np.nan), (2, np.inf)):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        tensors[name] = tensors[name].copy()
+        tensors[name][3, 5] = value
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], -np.inf)
+    odd = write(tmp_path / "odd", tensors, config_of())
+    for mesh in (None, make_mesh(2, 2)):
+        with pytest.raises(
+            CheckpointError, match=r"not finite: model\.layers\.\{0,2\}\.mlp\.up_proj\.weight, model\.norm\.weight$"
+        ):
+            load_hf(odd, mesh=mesh)
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = load_hf(folder)
+    model.norm.weight[...] = model.norm.weight[...].at[0, 7].set(1e5)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: .* not finite in float16; nothing was saved"):
+        save_hf(model, folder, dtype="float16")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["odd", "source"]
+
+
+def test_what_a_decoder_cannot_compute_in_or_live_on_is_refused(folder):
+    for dtype in ("int8", "float8_e4m3fn", bool):
+        with pytest.raises(ValueError, match="`dtype`: expected float32, bfloat16 or float16"):
+            load_hf(folder, dtype=dtype)
+    auto, explicit = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    for axes, kind in ((("data", "model"), auto), (("fsdp", "tensor"), explicit)):
+        with pytest.raises(ValueError, match="`mesh`: expected axes fsdp and tensor of type Auto"):
+            load_hf(folder, mesh=jax.make_mesh((4, 2), axes, axis_types=(kind, kind)))
+
+
 def test_a_tensor_in_both_styles_is_refused(folder, tmp_path):
     tensors = tensors_in(folder)
     tensors["model.language_model.norm.weight"] = tensors["model.norm.weight"]
@@ -337,7 +371,8 @@ def test_damaged_files_are_named(damage, folder):
 
 
 def test_a_folder_that_is_not_there_or_has_no_config_says_so(tmp_path):
-    for place in (tmp_path, tmp_path / "nowhere"):
+    (tmp_path / "model.safetensors").touch()
+    for place in (tmp_path, tmp_path / "nowhere", tmp_path / "model.safetensors"):
         with pytest.raises(ConfigError, match=r"expected a config\.json"):
             load_hf(place)
 
@@ -365,10 +400,11 @@ def test_a_checkpoint_is_replaced_as_a_whole_or_not_at_all(folder, monkeypatch):
 
 def test_a_folder_that_holds_more_than_a_checkpoint_is_not_replaced(folder):
     model = decoder_of(seed=1)
-    (folder / "optimizer.pt").write_text("precious")
-    with pytest.raises(CheckpointError, match=r"one that holds a checkpoint alone, found optimizer\.pt"):
-        save_hf(model, folder)
-    (folder / "optimizer.pt").unlink()
+    for name in ("optimizer.pt", "optimizer.safetensors"):
+        (folder / name).write_text("precious")
+        with pytest.raises(CheckpointError, match=rf"one that holds a checkpoint alone, found {name}"):
+            save_hf(model, folder)
+        (folder / name).unlink()
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"found no config\.json"):
         save_hf(model, folder)
@@ -382,6 +418,10 @@ def test_only_a_plain_decoder_of_the_source_shape_is_saved(folder, tmp_path):
         save_hf(decoder_of(intermediate_size=32), tmp_path / "out", like=folder)
     with pytest.raises(ValueError, match="expected float32, bfloat16 or float16, got int8"):
         save_hf(model, tmp_path / "out", dtype="int8")
+    with pytest.raises(ValueError, match="`max_shard_bytes`: expected at least 1, got 0"):
+        save_hf(model, tmp_path / "out", max_shard_bytes=0)
+    with pytest.raises(TypeError, match="expected a Decoder, got ValueModel"):
+        save_hf(ValueModel(model), tmp_path / "out")
     model.blocks.layers[0].mlp.up_proj.lora_a = nnx.Param(jnp.zeros((3, 2)))
     with pytest.raises(CheckpointError, match=r"no place for, or lacks: blocks\.layers\.0\.mlp\.up_proj\.lora_a; .*merged"):
         save_hf(model, tmp_path / "out")

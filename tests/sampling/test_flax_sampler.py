@@ -159,6 +159,29 @@ def test_bad_input_is_named(sampler):
         make_sampler(context_length=1025)
     with pytest.raises(ValueError, match="`num_slots`"):
         make_sampler(num_slots=0)
+    with pytest.raises(ValueError, match="`prefix_bytes`"):
+        make_sampler(prompt_cache_mib=-1)
+    odd = type("Odd", (ByteTokenizer,), {"eos_ids": frozenset({700})})()
+    with pytest.raises(ValueError, match=r"`stop_ids`: expected ids in \[0, 260\), got 700"):
+        FlaxSampler(MODEL, odd, context_length=256)
+    with pytest.raises(ValueError, match="`max_tokens`: expected a whole number"):
+        sample(sampler, max_tokens=2.5)
+
+
+def test_whatever_cannot_be_published_is_an_error_and_the_old_weights_stay(sampler):
+    expected = sample(sampler, max_tokens=3, seed=1)
+    used_up = Decoder(CONFIG, key=jax.random.key(1))
+    for leaf in jax.tree.leaves(used_up):  # as a training step leaves the model it was given
+        leaf.delete()
+
+    async def publish(model):
+        await asyncio.wait_for(sampler.publish(model, 1), 60)
+
+    for model, message in ((used_up, "deleted"), ("folder", "no attribute 'config'")):
+        with pytest.raises((RuntimeError, AttributeError), match=message):
+            asyncio.run(publish(model))
+    assert sampler.policy_version == 0
+    np.testing.assert_array_equal(sample(sampler, max_tokens=3, seed=1).ids, expected.ids)
 
 
 def test_b71_a_cancelled_call_frees_its_slot():
@@ -245,7 +268,7 @@ def test_b36_b37_new_weights_leave_running_replies_whole_and_old_states_unused()
         samples = asyncio.run(asyncio.wait_for(publish(sampler), 120))
         assert (decoding.decode._cache_size(), decoding.prefill._cache_size()) == compiled
         other = Decoder(ModelConfig("llama", 260, 8, 8, 2, 1, 4, ("full_attention",)), key=jax.random.key(0))
-        with pytest.raises(ValueError, match="expected the shape of the one before"):
+        with pytest.raises(ValueError, match="expected the shape, dtype and mesh of the one before"):
             asyncio.run(sampler.publish(other, 6))
         assert sampler.policy_version == 5
     versions = [s.policy_version for s in samples]
