@@ -17,7 +17,7 @@ ALLOWED = {
     "agents": (set(), {"numpy", "jinja2"}),
     "sampling": ({"agents", "models"}, {"numpy", "httpx", "xllamacpp", "tokenizers", "flax", "jax"}),
     "collection": ({"", "agents", "sampling"}, {"numpy", "jax", "rich"}),
-    "tasks": ({"agents", "sampling", "collection"}, {"numpy", "math_verify", "latex2sympy2_extended"}),
+    "tasks": ({"agents", "sampling", "collection"}, {"numpy", "jax", "math_verify", "latex2sympy2_extended"}),
     "models": ({""}, {"numpy", "jax", "flax", "safetensors"}),
     "training": ({"", "models", "collection"}, {"numpy", "jax", "flax", "optax", "orbax"}),
     "report": ({"", "collection"}, {"numpy", "rich", "matplotlib"}),

@@ -72,6 +72,7 @@ def test_padded_and_packed_rows_are_as_sequences_alone(family, monkeypatch):
     model = make_decoder(family)
     alone, expected = logits_and_gradients(model, TOKENS, TARGETS, ALONE, None)
     assert 3 < np.abs(alone).max() < 30
+    near = 1e-5 * max(np.std(alone), 1.0)  # logits of a few units: the last digits of float32
     for name, layout in LAYOUTS.items():
         tokens, targets, segments, rows, columns = arrange(layout)
         assert (segments > 0).sum() == sum(LENGTHS), name
@@ -79,8 +80,8 @@ def test_padded_and_packed_rows_are_as_sequences_alone(family, monkeypatch):
         assert np.isfinite(logits).all(), name
         found = np.asarray(logits)[rows, columns]
         for i, length in enumerate(LENGTHS):
-            np.testing.assert_allclose(found[i, :3][:length], alone[i, :3][:length], atol=1e-5, err_msg=f"{name}: start of {i}")
-        np.testing.assert_allclose(found[ALONE], np.asarray(alone)[ALONE], atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(found[i, :3][:length], alone[i, :3][:length], atol=near, err_msg=f"{name}: start of {i}")
+        np.testing.assert_allclose(found[ALONE], np.asarray(alone)[ALONE], atol=near, err_msg=name)
         for (path, one), other in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True):
             assert np.isfinite(one).all(), (name, path)
             assert np.abs(other).max() > 1e-4, path
