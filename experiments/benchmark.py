@@ -9,7 +9,7 @@ if "kernels" in sys.argv:  # two host devices for its sharded measurements; read
 from typing import Any, Union
 
 import tyro
-from benchmarks import ahead_of_time, collector, kernels, models
+from benchmarks import ahead_of_time, collector, kernels, models, training
 
 # A command is a dataclass of its options and the function that takes them; one line adds one.
 COMMANDS: dict[Any, Any] = {
@@ -17,6 +17,7 @@ COMMANDS: dict[Any, Any] = {
     collector.Collector: collector.main,
     models.Models: models.main,
     ahead_of_time.AheadOfTime: ahead_of_time.main,
+    training.Training: training.main,
 }
 
 
