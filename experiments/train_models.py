@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from focus_jax.models.config import LayerType
 from focus_jax.training import ActorLoss, actor_batches, make_optimizer, update
 
 Tree = TypeVar("Tree")
+Schedule = Literal["constant", "cosine"]
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +51,12 @@ def tiny_decoder(hidden: int, layers: int, *, vocab_size: int, max_positions: in
         raise ValueError(f"--hidden: expected a multiple of 4, got {hidden}")
     kinds: tuple[LayerType, ...] = tuple("full_attention" for _ in range(layers))
     shape = ModelConfig("qwen3", vocab_size, hidden, 2 * hidden, 2, 2, hidden // 2, kinds, tied=True, max_positions=max_positions)
-    return jax.jit(lambda: Decoder(shape, key=key))()
+    return _random_decoder(shape, key)
+
+
+@partial(jax.jit, static_argnums=0)
+def _random_decoder(shape: ModelConfig, key: jax.Array) -> Decoder:
+    return Decoder(shape, key=key)
 
 
 def load_policy(folder: Path, *, lora_rank: int, key: jax.Array) -> Decoder:
@@ -69,16 +76,17 @@ def adapters_and_head(path: tuple[object, ...], value: object) -> bool:
     return isinstance(value, nnx.LoRAParam) or is_value_head(path, value)
 
 
-def make_schedule(kind: Literal["constant", "cosine"], rate: float, *, warmup: int, updates: int) -> Callable[[Any], Any]:
-    """The learning rate by the number of updates: up from 0 over `warmup` of them, then constant or down to a tenth."""
+@lru_cache  # an equal run in the same process has the same one, and compiles nothing anew
+def make_tx(kind: Schedule, rate: float, *, warmup: int = 0, updates: int = 1) -> optax.GradientTransformation:
+    """Adam after cutting the gradient's norm to 1, as in the paper; the rate by the number of updates.
+
+    It rises from 0 over `warmup` of them, then stays, or falls to a tenth along a cosine.
+    """
     start = 0.0 if warmup else rate
     if kind == "constant":
-        return optax.warmup_constant_schedule(start, rate, warmup)
-    return optax.warmup_cosine_decay_schedule(start, rate, warmup, max(updates, warmup + 1), 0.1 * rate)
-
-
-def make_tx(schedule: Callable[[Any], Any]) -> optax.GradientTransformation:
-    """Adam after cutting the gradient's norm to 1, as in the paper."""
+        schedule = optax.warmup_constant_schedule(start, rate, warmup)
+    else:
+        schedule = optax.warmup_cosine_decay_schedule(start, rate, warmup, max(updates, warmup + 1), 0.1 * rate)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, 0.9, 0.95))
 
 
@@ -87,7 +95,7 @@ def imitate(actor: Decoder, prompts: np.ndarray, replies: np.ndarray, *, steps: 
 
     Imitation is the actor's own update with advantage 1 where no log-probability of a sampler is known.
     """
-    optimizer = make_optimizer(actor, make_tx(optax.constant_schedule(3e-3)))
+    optimizer = make_optimizer(actor, make_tx("constant", 3e-3))
     there, unknown, version = np.ones(1, bool), np.full(1, np.nan, np.float32), np.zeros(1, np.int32)
     length = 128
     num_rows = -(-rows // (length // (prompts.shape[1] + 1)))

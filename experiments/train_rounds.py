@@ -89,8 +89,9 @@ def measure_round(round_: Round, num_trees: int) -> Measures:
     for problem, tree in enumerate(round_.trees):
         if tree is not None:
             stats = round_.stats(problem)
-            count += float(stats.count[0])
-            reward += float(stats.count[0]) * float(stats.mean[0])
+            if stats.count[0]:  # one share for each problem: refinement starts more rollouts where outcomes differ
+                count += 1
+                reward += float(stats.mean[0])
             solved += bool((tree.reward > 0).any())
     ledgers = [ledger for group in round_.ledgers for ledger in group]
     return {

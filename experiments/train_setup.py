@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from run_folder import open_run
 from train_config import FREE, Config
@@ -18,7 +19,6 @@ from train_models import (
     critic_over,
     imitate,
     load_policy,
-    make_schedule,
     make_tx,
     tiny_decoder,
 )
@@ -88,7 +88,7 @@ def begin(config: Config, task: Task, checkpoints: Checkpoints) -> tuple[Learner
         check_identity(found.info["identity"], identity(config, task))
         return found.state, found.step, found.info["unspent"]
     if config.task == "detour" and config.model is None and config.imitation_steps:
-        prompts, replies = detour_demonstrations(config.level, 64, noise=config.imitation_noise, seed=config.seed)
+        prompts, replies = detour_demonstrations(config.level, 512, noise=config.imitation_noise, seed=config.seed)
         actor = imitate(learner.actor, prompts, replies, steps=config.imitation_steps, rows=256, seed=config.seed)
         learner = replace(learner, actor=actor)
     if learner.reference is not None:
@@ -106,8 +106,8 @@ def fresh_learner(config: Config, task: Task) -> Learner:
     keys = jax.random.split(jax.random.key(config.seed), 4)
     updates = config.rounds * config.epochs
 
-    def optimizer_of(rate: float) -> object:
-        return make_tx(make_schedule(config.schedule, rate, warmup=config.lr_warmup, updates=updates))
+    def optimizer_of(rate: float) -> optax.GradientTransformation:
+        return make_tx(config.schedule, rate, warmup=config.lr_warmup, updates=updates)
 
     def decoder(key: jax.Array, *, lora_rank: int) -> Decoder:
         if config.model is not None:
