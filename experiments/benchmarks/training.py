@@ -35,6 +35,8 @@ class Training:
     """Python of a virtual environment with google-tunix."""
     trl: Path | None = None
     """Python of a virtual environment with trl."""
+    trl_threads: int = os.cpu_count() or 1
+    """Threads of torch. Beside other load they wait for each other so long that one alone is faster."""
     num_prompts: int = 4
     num_generations: int = 8
     prompt_length: int = 64
@@ -77,7 +79,7 @@ def make_setting(config: Training, folder: str) -> dict[str, Any]:
     names = ("num_generations", "num_prompts", "prompt_length", "completion_length")
     sizes = {name: value for name, value in asdict(config).items() if name in names}
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, shape).tolist()
-    return {"folder": folder, "num_threads": os.cpu_count(), "learning_rate": 1e-4, "prompts": prompts, **sizes}
+    return {"folder": folder, "num_threads": config.trl_threads, "learning_rate": 1e-4, "prompts": prompts, **sizes}
 
 
 def figures(processes: Mapping[str, Sequence[Steps]], num_tokens: int, warm_up: int) -> list[Figure]:
