@@ -7,10 +7,10 @@ both; evaluate and save now and then. The same command goes on with a run wherev
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from train_collect import Acting, Collected, Stopped, collect_round, console, dr
 from train_config import Config, check
 from train_log import MetricsLog
 from train_models import Learner
-from train_rounds import give_credit, measure_critic, measure_round, measure_values, summarize
+from train_rounds import give_credit, measure_batches, measure_critic, measure_round, measure_values, summarize
 from train_setup import begin, identity, open_folder, open_task, several_processes
 from train_task import Task
 
@@ -41,7 +41,7 @@ from focus_jax.training import (
     without_adapters,
 )
 from focus_jax.training.checkpoint import CheckpointError, Checkpoints
-from focus_jax.training.processes import FailedSomewhereError, stop_on_sigterm
+from focus_jax.training.processes import FailedSomewhereError, everywhere, stop_on_sigterm
 
 Metrics = dict[str, Any]
 
@@ -60,9 +60,26 @@ def main(config: Config) -> None:
         log.go_on(after=saved)
         if config.overlap:  # with a policy one update older than the one they would be collected with now
             drop_journals(folder, after=saved)
-        acting = stack.enter_context(Acting.start(config, task, learner, version=max(saved, 0)))
-        pool = stack.enter_context(ThreadPoolExecutor(1))
-        gather = partial(collect_round, config, task, acting, folder, stop_requested)
+
+        # All that acts has a thread of its own: on no mesh, and beside the learner where they overlap.
+        pool, ending = ThreadPoolExecutor(1), threading.Event()
+        acting = pool.submit(Acting.start, config, task, learner, max(saved, 0)).result()
+        stack.callback(acting.sampler.close)
+        stack.enter_context(pool)
+        stack.callback(ending.set)
+        alone = jax.process_count() == 1
+
+        def stops() -> bool:  # several processes agree on a signal when a round is over
+            return ending.is_set() or (alone and stop_requested())
+
+        def gather(number: int, unspent: int) -> Future[Collected]:
+            return pool.submit(collect_round, config, task, acting, folder, stops, number, config.budget + unspent)
+
+        def publish(version: int) -> None:
+            pool.submit(acting.publish, learner, version).result()
+
+        def judge(number: int) -> Metrics:
+            return pool.submit(evaluate, config, task, acting, number).result()
 
         def save(number: int) -> None:
             nonlocal saved
@@ -71,37 +88,34 @@ def main(config: Config) -> None:
                 saved = number
 
         if saved < 0:
-            show(config, log, 0, evaluate(config, task, acting, 0))
+            show(config, log, 0, judge(0))
             save(0)
         ahead: Future[Collected] | None = None
         for number in range(saved + 1, config.rounds + 1):
             clock = Clock()
+            if ahead is None:
+                publish(number - 1)
+                ahead = gather(number, unspent)
             try:
-                if ahead is None:
-                    acting.publish(learner, number - 1)
-                    collected = gather(number, config.budget + unspent)
-                else:
-                    collected = ahead.result()
-                    acting.publish(learner, number - 1)
-            except Stopped as stopped:
+                collected = ahead.result() if alone else everywhere(ahead.result)
+            except Stopped:
                 save(number - 1)
-                raise SystemExit(f"{stopped} in round {number}; the same command goes on") from None
+                raise SystemExit(f"stopped by SIGTERM in round {number}; the same command goes on") from None
+            publish(number - 1)
             unspent = min(max(config.budget + unspent - collected.spent(), 0), config.budget)
-            evaluates, saves = (every_so_often(number, n, config) for n in (config.evaluate_every, config.checkpoint_every))
-            ahead = None
-            if config.overlap and not (evaluates or saves):
-                ahead = pool.submit(gather, number + 1, config.budget + unspent)
+            evaluates, saves = (is_due(number, every, config) for every in (config.evaluate_every, config.checkpoint_every))
+            ahead = gather(number + 1, unspent) if config.overlap and not (evaluates or saves) else None
             clock.lap("collect")
             learner, metrics = learn(config, task, learner, collected, number, clock)
             if evaluates:
-                acting.publish(learner, number)
-                metrics |= evaluate(config, task, acting, number)
+                publish(number)
+                metrics |= judge(number)
                 clock.lap("evaluate")
             show(config, log, number, metrics | clock.seconds)
-            stops = stop_requested()
-            if stops or saves:
+            is_stopped = stop_requested()
+            if is_stopped or saves:
                 save(number)
-            if stops and number < config.rounds:
+            if is_stopped and number < config.rounds:
                 raise SystemExit(f"stopped by SIGTERM after round {number}; the same command goes on")
 
 
@@ -128,7 +142,7 @@ def learn(
         examples = outcome_examples(round_) if is_warm_up else examples
         batches = critic_batches(examples, read=task.read, **layout.options()) if examples else None
         learner, figures = update_critic(learner, over_processes(batches, CriticBatch, layout), epochs=config.epochs)
-        metrics |= figures
+        metrics |= figures | summarize(measure_batches("critic", batches, updates=config.epochs))
         clock.lap("critic")
     if not is_warm_up:
         stale = {"max_staleness": metrics["staleness"], "weighting": config.weighting}
@@ -136,7 +150,7 @@ def learn(
         packed = over_processes(rows, ActorBatch, layout, by_problem=config.weighting == "segment")
         loss = ActorLoss(temperature=config.temperature, clip=config.clip, kl=config.kl)
         learner, figures = update_actor(learner, packed, loss, epochs=config.epochs)
-        metrics |= figures
+        metrics |= figures | summarize(measure_batches("actor", rows, updates=config.epochs))
         clock.lap("actor")
     return learner, metrics
 
@@ -150,7 +164,7 @@ def update_critic(learner: Learner, packed: Packed[CriticBatch], *, epochs: int)
     for _ in range(epochs):
         critic, optimizer, report = update(critic, optimizer, packed, CriticLoss())
         reports.append(report)
-    return replace(learner, critic=critic, critic_optimizer=optimizer), told("critic", reports, packed)
+    return replace(learner, critic=critic, critic_optimizer=optimizer), told("critic", reports)
 
 
 def update_actor(learner: Learner, packed: Packed[ActorBatch], loss: ActorLoss, *, epochs: int) -> tuple[Learner, Metrics]:
@@ -163,17 +177,13 @@ def update_actor(learner: Learner, packed: Packed[ActorBatch], loss: ActorLoss, 
     for _ in range(epochs):
         actor, optimizer, report = update(actor, optimizer, packed, loss)
         reports.append(report)
-    return replace(learner, actor=actor, actor_optimizer=optimizer), told("actor", reports, packed)
+    return replace(learner, actor=actor, actor_optimizer=optimizer), told("actor", reports)
 
 
-def told(name: str, reports: list[UpdateReport], packed: Packed[Any]) -> Metrics:
-    """What the updates report, the last one's figures but for the first one's distance from the sampler; NonFiniteError stops."""
+def told(name: str, reports: list[UpdateReport]) -> Metrics:
+    """What the last update reports, but the first one's loss and distance from the sampler. NonFiniteError stops the run."""
     figures = [report.fetch() for report in reports]
-    metrics = figures[-1] | {
-        "loss": figures[0]["loss"],
-        "padding": packed.padding,
-        "tokens_trained": packed.num_tokens * len(reports),
-    }
+    metrics = figures[-1] | {"loss": figures[0]["loss"]}
     if name == "actor":
         metrics["behaviour_kl_before"] = figures[0]["behaviour_kl"]
     return {f"{name}_{key}": value for key, value in metrics.items()}
@@ -212,7 +222,7 @@ class Clock:
         self.seconds[f"seconds_{phase}"], self._last = now - self._last, now
 
 
-def every_so_often(number: int, interval: int, config: Config) -> bool:
+def is_due(number: int, interval: int, config: Config) -> bool:
     """Whether something that is done every few rounds is due after this one; after the last everything is."""
     return number % interval == 0 or number == config.rounds
 

@@ -64,8 +64,10 @@ def over_processes(packed: Packed[Any] | None, kind: type, layout: Layout, *, by
     batches: Sequence[Any] = () if packed is None else packed.batches
     names = () if packed is None else packed.problems
     num_problems = len({problem for batch in names for problem in batch})
-    counts = np.array([sum(b.tokens.shape[1] == length for b in batches) for length in layout.buckets])
-    everywhere = np.asarray(multihost_utils.process_allgather(counts))
+    counts = [sum(b.tokens.shape[1] == length for b in batches) for length in layout.buckets]
+    everywhere = np.asarray(multihost_utils.process_allgather(np.array([num_problems, *counts])))
+    scale = np.float32(num_problems / max(1, everywhere[:, 0].sum()) if by_problem else 1)
+    everywhere = everywhere[:, 1:]
     if not everywhere.any():
         raise ValueError("expected records to train on in some process, got none in any")
     parts, problems = [], []
@@ -73,7 +75,6 @@ def over_processes(packed: Packed[Any] | None, kind: type, layout: Layout, *, by
         mine = [(b, p) for b, p in zip(batches, names, strict=True) if b.tokens.shape[1] == length]
         empty = _empty(kind, (layout.num_rows(length), length))
         for batch, problem in mine + [(empty, ())] * (most - len(mine)):
-            scale = np.float32(num_problems if by_problem else 1)
             parts.append(_global(replace(batch, weights=batch.weights * scale)))
             problems.append(problem)
     return Packed(tuple(parts), tuple(problems))

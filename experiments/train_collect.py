@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +34,13 @@ class Acting:
     version: int
 
     @classmethod
-    @contextlib.contextmanager
-    def start(cls, config: Config, task: Task, learner: Learner, *, version: int) -> Iterator[Acting]:
+    def start(cls, config: Config, task: Task, learner: Learner, version: int) -> Acting:
         """A sampler of this learner's policy, and its critic or, where the method has none, a constant."""
         policy = acting_copy(learner.actor)
         critic: Critic = ConstantCritic(0.5)
         if learner.critic is not None:
             critic = ReadingCritic(FlaxCritic(acting_copy(learner.critic), version=version), task.read)
-        with FlaxSampler(
+        sampler = FlaxSampler(
             policy,
             task.tokenizer,
             num_slots=config.num_workers,
@@ -49,8 +48,8 @@ class Acting:
             policy_version=version,
             prompt_cache_mib=config.prompt_cache,
             num_steps=1 if config.task == "detour" else 8,
-        ) as sampler:
-            yield cls(sampler, critic, policy, version)
+        )
+        return cls(sampler, critic, policy, version)
 
     def publish(self, learner: Learner, version: int) -> None:
         """Go on with what the learner has become."""
@@ -63,7 +62,7 @@ class Acting:
 
 
 class Stopped(Exception):
-    """SIGTERM came while a round was collected; its journal keeps what there is."""
+    """The run is to end while a round is collected; its journal keeps what there is."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Collected:
 
 
 def collect_round(
-    config: Config, task: Task, acting: Acting, folder: Path, stop_requested: Callable[[], bool], number: int, budget: int
+    config: Config, task: Task, acting: Acting, folder: Path, stops: Callable[[], bool], number: int, budget: int
 ) -> Collected:
     """This process's share of a round, gone on with where its journal ends."""
     agent = task.make_agent(acting.sampler, config.temperature, 1.0)
@@ -91,8 +90,8 @@ def collect_round(
     mine = list(task.problems(number, config.num_problems).items())[process :: jax.process_count()]
 
     def report(progress: Progress) -> None:
-        if alone and stop_requested():  # several processes agree on it when the round is over
-            raise Stopped("stopped by SIGTERM")
+        if stops():
+            raise Stopped
         draw(progress)
 
     shown = alone and not config.overlap

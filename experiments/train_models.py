@@ -14,12 +14,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from train_batches import Layout, over_processes
 
 from focus_jax.agents import State
 from focus_jax.collection import SegmentRecord
 from focus_jax.models import Decoder, FlaxCritic, ModelConfig, ValueModel, add_lora, is_value_head, load_hf, without_head
 from focus_jax.models.config import LayerType
-from focus_jax.training import ActorLoss, actor_batches, make_optimizer, update
+from focus_jax.models.sharding import mesh_of
+from focus_jax.training import ActorBatch, ActorLoss, actor_batches, make_optimizer, update
 
 Tree = TypeVar("Tree")
 Schedule = Literal["constant", "cosine"]
@@ -90,21 +92,22 @@ def make_tx(kind: Schedule, rate: float, *, warmup: int = 0, updates: int = 1) -
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, 0.9, 0.95))
 
 
-def imitate(actor: Decoder, prompts: np.ndarray, replies: np.ndarray, *, steps: int, rows: int, seed: int) -> Decoder:
+def imitate(actor: Decoder, prompts: np.ndarray, replies: np.ndarray, *, steps: int, rows: int, fsdp: int, seed: int) -> Decoder:
     """The policy after some updates on single-token replies of somebody else, drawn with replacement.
 
     Imitation is the actor's own update with advantage 1 where no log-probability of a sampler is known.
     """
     optimizer = make_optimizer(actor, make_tx("constant", 3e-3))
     there, unknown, version = np.ones(1, bool), np.full(1, np.nan, np.float32), np.zeros(1, np.int32)
-    length = 128
-    num_rows = -(-rows // (length // (prompts.shape[1] + 1)))
+    draw = np.random.default_rng((seed, jax.process_index()))
+    rows //= jax.process_count()
+    layout = Layout(-(-rows // (128 // (prompts.shape[1] + 1))) * 128, fsdp)
     report = None
-    for pick in np.random.default_rng(seed).integers(len(prompts), size=(steps, rows)):
+    for pick in draw.integers(len(prompts), size=(steps, rows)):
         records = [
             SegmentRecord(f"{i}", 1, prompts[at], replies[at : at + 1], there, unknown, version, 1.0) for i, at in enumerate(pick)
         ]
-        packed = actor_batches(records, tokens_per_batch=num_rows * length, buckets=(length,))
+        packed = over_processes(actor_batches(records, **layout.options()), ActorBatch, layout)
         actor, optimizer, report = update(actor, optimizer, packed, ActorLoss())
     if report is not None:
         report.fetch()
@@ -135,8 +138,10 @@ def acting_copy(model: Tree) -> Tree:
     if jax.process_count() == 1:
         return jax.tree.map(jnp.copy, model)
 
-    def whole(array: jax.Array) -> jax.Array:
-        everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-        return jnp.copy(jax.jit(lambda x: x, out_shardings=everywhere)(array).addressable_data(0))
+    mesh = mesh_of(model)
+    return jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), model if mesh is None else _unsplit(mesh)(model))
 
-    return jax.tree.map(whole, model)
+
+@lru_cache
+def _unsplit(mesh: jax.sharding.Mesh) -> Callable[[Tree], Tree]:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from focus_jax.collection import (
     vineppo_credit,
 )
 from focus_jax.tasks.detour import page_of
+from focus_jax.training import Packed
 
 Method = Literal["focus", "grpo", "vineppo"]
 Measures = dict[str, tuple[float, float]]
@@ -112,6 +113,13 @@ def measure_critic(trees: list[HostTree], credit: Credit) -> Measures:
     rest = targets - np.concatenate([t.values[e] for t, e in zip(trees, expanded, strict=True)])
     columns = {"_target": targets, "_target2": targets**2, "_rest": rest, "_rest2": rest**2}
     return {name: (float(column.sum()), len(column)) for name, column in columns.items()}
+
+
+def measure_batches(name: str, packed: Packed[Any] | None, *, updates: int) -> Measures:
+    """Tokens that the updates run over, and the share of the positions that hold nothing."""
+    tokens = 0 if packed is None else packed.num_tokens
+    positions = 0 if packed is None else sum(batch.tokens.size for batch in packed.batches)
+    return {f"{name}_tokens_trained": (float(tokens * updates), 0), f"{name}_padding": (float(positions - tokens), positions)}
 
 
 def measure_values(round_: Round, trees: list[HostTree], credit: Credit, exact: np.ndarray, *, critic: bool) -> Measures:

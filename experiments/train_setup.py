@@ -89,7 +89,9 @@ def begin(config: Config, task: Task, checkpoints: Checkpoints) -> tuple[Learner
         return found.state, found.step, found.info["unspent"]
     if config.task == "detour" and config.model is None and config.imitation_steps:
         prompts, replies = detour_demonstrations(config.level, 512, noise=config.imitation_noise, seed=config.seed)
-        actor = imitate(learner.actor, prompts, replies, steps=config.imitation_steps, rows=256, seed=config.seed)
+        actor = imitate(
+            learner.actor, prompts, replies, steps=config.imitation_steps, rows=256, fsdp=config.fsdp, seed=config.seed
+        )
         learner = replace(learner, actor=actor)
     if learner.reference is not None:
         learner = replace(learner, reference=jax.tree.map(jnp.copy, learner.actor))

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import train
 import train_collect
 import train_setup
-from tiny_training import TINY, lines_of, parameters_of
+from tiny_training import TINY, lines_of, parameters_of, updated
 from train_config import Config, check
 
 from focus_jax.agents import SamplerError
@@ -278,3 +279,51 @@ def test_with_overlap_rounds_are_one_update_old_but_those_after_a_checkpoint(tmp
     train.main(replace(config, run_folder=again))
     train.main(config)
     assert parameters_of(again, config) == parameters_of(config.run_folder, config)
+
+
+# Several processes.
+
+
+def two_processes(mode, target):
+    """Run a mode of the children in two processes with four devices each; returns nothing, raises where one fails."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"),
+    }
+    runs = [
+        subprocess.Popen(
+            [sys.executable, str(CHILD), mode, str(target), str(rank), address], env=environment, stdout=-1, stderr=-1, text=True
+        )
+        for rank in range(2)
+    ]
+    errors = [run.communicate(timeout=240)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], errors
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_update_as_one(tmp_path):
+    two_processes("update", tmp_path / "two")
+    expected = updated()
+    for rank in range(2):
+        with np.load(tmp_path / f"two-{rank}.npz") as found:
+            assert sorted(found) == sorted(expected)
+            for name, value in expected.items():
+                np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_policy_and_write_one_log(tmp_path):
+    folder = tmp_path / "run"
+    two_processes("processes", folder)
+    lines = lines_of(folder)
+    assert [line["round"] for line in lines] == [0, 1, 2]
+    rounds = [replay(path) for path in sorted((folder / "rounds").glob("000002-*.sqlite"))]
+    assert len(rounds) == 2
+    assert lines[2]["tokens_generated"] == lines[2]["actor_num_tokens"] == sum(round_.tokens() for round_ in rounds)
+    assert rounds[0].problems != rounds[1].problems
+    two_processes("processes", folder)  # nothing is left to do
+    assert lines_of(folder) == lines

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import train
 import train_collect
-from tiny_training import TINY
+from tiny_training import TINY, updated
 
 
 def killed(folder, *moments):
@@ -47,15 +47,16 @@ def run(folder):
     train.main(replace(TINY, run_folder=Path(folder)))
 
 
-def shared_update(out, rank, address):
-    """One of two processes with four devices each: an update of actor and critic on this process's share of fixed records."""
-    from tiny_training import updated
+def update(out, rank, address):
+    """One of two processes with four devices each: updates on this process's share of fixed records."""
+    jax.distributed.initialize(address, num_processes=2, process_id=int(rank))
+    np.savez(f"{out}-{rank}.npz", **updated(num_processes=2))
 
-    if int(rank) >= 0:
-        jax.distributed.initialize(address, num_processes=2, process_id=int(rank))
-    result = updated()
-    if int(rank) <= 0:
-        np.savez(out, **result)
+
+def processes(folder, rank, address):
+    """One of two processes of a whole run, tiny as it is."""
+    shared = {"num_processes": 2, "process_id": int(rank), "coordinator": address, "fsdp": 8, "rounds": 2}
+    train.main(replace(TINY, run_folder=Path(folder), **shared))
 
 
 if __name__ == "__main__":
