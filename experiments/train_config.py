@@ -34,15 +34,15 @@ class Config:
     hidden: int = 32
     """Width of a tiny decoder."""
     layers: int = 2
-    imitation_steps: int = 60
+    imitation_steps: int = 300
     """Of detour with a tiny decoder: updates on an erring expert's replies before the first round."""
-    imitation_noise: float = 0.5
+    imitation_noise: float = 0.3
     """How often the expert replies at random."""
 
-    rounds: int = 60
-    num_problems: int = 8
+    rounds: int = 40
+    num_problems: int = 32
     """Problems of a round, over all processes."""
-    budget: int = 192
+    budget: int = 96
     """Generated tokens per problem and round; what a round leaves is added to the next one's, at most once over."""
     num_roots: int = 2
     """Of focus: independent rollouts before value refinement."""
@@ -65,7 +65,7 @@ class Config:
     """Updates on the batch of a round."""
     warmup_rounds: int = 2
     """Of focus: first rounds that train the critic alone, on outcomes."""
-    actor_lr: float = 3e-3
+    actor_lr: float = 1e-3
     critic_lr: float = 3e-3
     schedule: Literal["constant", "cosine"] = "constant"
     """Of both learning rates."""
@@ -82,9 +82,9 @@ class Config:
     tensor: int = 1
     """Devices that heads and the MLP's width are split over."""
 
-    evaluate_every: int = 10
+    evaluate_every: int = 4
     """Rounds; and before the first."""
-    evaluate_problems: int = 16
+    evaluate_problems: int = 64
     """Held-out problems."""
     checkpoint_every: int = 10
     """Rounds."""

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import train
@@ -19,6 +20,8 @@ from train_config import Config, check
 
 from focus_jax.agents import SamplerError
 from focus_jax.collection import AllAttemptsFailed, replay
+from focus_jax.models import Decoder, ModelConfig, save_hf
+from focus_jax.sampling import ByteTokenizer
 from focus_jax.sampling.flax_sampler import FlaxSampler
 from focus_jax.training.checkpoint import CheckpointError
 
@@ -87,6 +90,36 @@ def test_the_other_methods_train_the_actor_alone_on_the_same_budget(tmp_path, me
     assert all("actor_loss" in line and "critic_loss" not in line and "error_critic" not in line for line in lines[1:])
     assert 0 < lines[1]["tokens_generated"] <= 2 * 120
     assert lines[1]["tokens_generated"] + lines[2]["tokens_generated"] <= 4 * 120
+
+
+@pytest.mark.slow
+def test_a_model_folder_is_trained_through_adapters_near_the_model_without_them(tmp_path, monkeypatch):
+    """The folder's own weights stay; the reference is the model without adapters, so there is no copy of it to save."""
+    shape = ModelConfig("qwen3", 260, 16, 32, 2, 2, 8, ("full_attention",), tied=True, max_positions=128)
+    save_hf(Decoder(shape, key=jax.random.key(5)), tmp_path / "model")
+    monkeypatch.setattr(train_setup, "HFTokenizer", lambda folder: ByteTokenizer())
+    config = replace(TINY, model=tmp_path / "model", lora_rank=2, kl=0.1, rounds=2, run_folder=tmp_path / "run")
+    train.main(config)
+    step, saved = parameters_of(tmp_path / "run", config)
+    with train_setup.open_task(config) as task:
+        fresh = train_setup.fresh_learner(config, task)
+    before = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in jax.tree_util.tree_leaves_with_path(fresh)}
+    changed = {name for name in saved if ".actor." in name and saved[name] != before[name]}
+    assert step == 2
+    assert changed
+    assert all("lora_" in name for name in changed)
+    assert not any("reference" in name for name in saved)
+    assert lines_of(tmp_path / "run")[2]["actor_kl"] >= 0
+
+
+@pytest.mark.slow
+def test_math_is_trained_on_and_judged_by_rollouts(tmp_path):
+    config = replace(TINY, task="math", num_examples=0, step_tokens=4, max_steps=2, budget=48, rounds=2, tokens_per_batch=4096)
+    train.main(replace(config, run_folder=tmp_path))
+    lines = lines_of(tmp_path)
+    assert [line["success"] for line in lines if "success" in line] == [0, 0]  # random bytes solve nothing
+    assert lines[2]["actor_num_tokens"] == lines[2]["tokens_generated"] > 0
+    assert not any("error_" in name for line in lines for name in line)  # nobody knows exact values here
 
 
 # Going on.
