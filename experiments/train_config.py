@@ -131,7 +131,12 @@ def check(config: Config) -> None:
     _expect(config, "lam", not (config.leave_one_out and config.lam), "0 with --leave-one-out")
     _expect(config, "lora_rank", not (config.lora_rank and config.model is None), "0 without --model")
     _expect(config, "data", config.data is None or config.task == "math", "none with --task detour")
-    _expect(config, "method", config.method == "focus" or not (config.lam or config.leave_one_out), "focus with --lam")
+    _expect(
+        config,
+        "method",
+        config.method == "focus" or not (config.lam or config.leave_one_out),
+        "focus with --lam or --leave-one-out",
+    )
     _expect(config, "process_id", config.process_id < config.num_processes, "one below --num-processes")
     several = config.num_processes > 1
     _expect(config, "coordinator", (config.coordinator is not None) == several, "an address exactly with several processes")

@@ -1,6 +1,7 @@
 """What sets the methods apart, and what is measured, on trees made by hand."""
 
 import asyncio
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,3 +146,24 @@ def test_a_metrics_file_of_something_else_is_refused(tmp_path, content):
     with pytest.raises(ValueError, match=r"metrics.jsonl.*; mend it, or name another run folder"):
         MetricsLog(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == content
+
+
+def test_tensorboard_gets_the_numbers_where_a_writer_is_installed(tmp_path, monkeypatch):
+    """And forgets rounds after the one the run goes on from."""
+    calls = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            calls.append(("made", folder, purge_step))
+
+        def add_scalar(self, *arguments):
+            calls.append(arguments)
+
+        def close(self):
+            calls.append("closed")
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Writer))
+    with MetricsLog(tmp_path) as log:
+        log.go_on(after=4)
+        log.write(5, {"reward": 0.5, "note": "text"})
+    assert calls == [("made", str(tmp_path / "tensorboard"), 5), ("reward", 0.5, 5), "closed"]
