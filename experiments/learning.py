@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ class Config:
     method: Literal["focus", "grpo", "vineppo", "actor-critic"] = "focus"
     allocation: Literal["refinement", "uniform", "root"] = "refinement"
     leave_one_out: bool = False
+    exact: bool = False
+    """Credit by the exact values, which no method knows: how far better credit could take it."""
     kappa: float = 1.0
     num_roots: int = 2
     critic: Literal["partial", "full"] = "partial"
@@ -46,9 +48,9 @@ class Config:
     warmup: int = 2
     hidden: int = 32
     layers: int = 2
-    imitation_steps: int = 60
-    noise: float = 0.5
-    vmap: bool = True
+    start: float = 0.075
+    noise: float = 0.6
+    vmap: bool = False
 
 
 Params = Any
@@ -136,7 +138,8 @@ class Experiment:
 
         def make(key: jax.Array) -> tuple[tuple[Any, Params], tuple[Any, Params]]:
             actor, critic = jax.random.split(key)
-            return nnx.split(Decoder(shape, key=actor)), nnx.split(ValueModel(Decoder(shape, key=critic)))
+            actor, critic = (widen(Decoder(shape, key=key)) for key in (actor, critic))
+            return nnx.split(actor), nnx.split(ValueModel(critic))
 
         (actor, _), (critic, _) = make(jax.random.key(0))
         self.models = Models(actor, critic)
@@ -177,43 +180,63 @@ class Experiment:
         digits = jnp.stack(numbers, -1) + ord("0")
         return jnp.concatenate([shown, jnp.full_like(digits[..., :1], ord(">")), digits], -1)
 
-    def imitate(self, steps: int, noise: float, lr: float = 3e-3, rows: int = 256) -> None:
-        """Warm start on noisy demonstrations, the same for every method."""
-        tx = optax.adam(lr)
+    def imitate(self, success: float, noise: float, *, chunk: int = 10, rows: int = 256, most: int = 300) -> None:
+        """Warm start on noisy demonstrations, for each seed until its policy solves a share `success` of other searches."""
+        tx = optax.adam(3e-3, 0.9, 0.95)
+        others = self.problems(99_999)
 
         def data(seed: int) -> tuple[np.ndarray, np.ndarray]:
-            problems = [Problem(self.level, 10**9 + int(seed) * 1000 + i) for i in range(64)]
-            pages, replies = demonstrations(problems, noise=noise, seed=int(seed))
-            pick = np.random.default_rng(int(seed)).integers(len(pages), size=(steps, rows))
+            problems = [Problem(self.level, 10**9 + seed * 1000 + i) for i in range(128)]
+            pages, replies = demonstrations(problems, noise=noise, seed=seed)
+            pick = np.random.default_rng(seed).integers(len(pages), size=(most, chunk, rows))
             return pages[pick], np.searchsorted(np.sort(REPLY_IDS), replies[pick]).astype(np.int32)
 
-        batches = [jnp.stack(x) for x in zip(*(data(s) for s in self.seeds), strict=True)]
+        pages, replies = (np.stack(x) for x in zip(*(data(int(s)) for s in self.seeds), strict=True))
 
-        def run(actor: Params, pages: jax.Array, replies: jax.Array) -> Params:
-            def step(carry: tuple[Params, Any], batch: tuple[jax.Array, jax.Array]) -> tuple[tuple[Params, Any], jax.Array]:
+        def train(actor: Params, state: Any, done: jax.Array, pages: jax.Array, replies: jax.Array) -> tuple[Params, Any]:
+            def step(carry: tuple[Params, Any], batch: tuple[jax.Array, jax.Array]) -> tuple[tuple[Params, Any], None]:
                 actor, state = carry
 
                 def loss(actor: Params) -> jax.Array:
-                    logprobs = self.models.logprobs(actor, batch[0])
-                    return -jnp.mean(logprobs[jnp.arange(rows), batch[1]])
+                    return -jnp.mean(self.models.logprobs(actor, batch[0])[jnp.arange(rows), batch[1]])
 
-                value, gradient = jax.value_and_grad(loss)(actor)
                 with jax.numpy_dtype_promotion("standard"):
-                    change, state = tx.update(gradient, state, actor)
-                return (optax.apply_updates(actor, change), state), value
+                    change, state = tx.update(jax.grad(loss)(actor), state, actor)
+                return (optax.apply_updates(actor, change), state), None
 
-            (actor, _), losses = jax.lax.scan(step, (actor, tx.init(actor)), (pages, replies))
-            return actor, losses[-1]
+            new = jax.lax.scan(step, (actor, state), (pages, replies))[0]
+            return jax.tree.map(lambda a, b: jnp.where(done, a, b), (actor, state), new)
 
-        actor, losses = jax.jit(self.over_seeds(run))(self.learner.actor, *batches)
-        self.learner = Learner(actor, self.learner.critic, self.learner.actor_state, self.learner.critic_state)
-        print("imitation", np.asarray(losses).round(3))
+        def solved(actor: Params, problems: Problems) -> jax.Array:
+            return jnp.mean(self.exact(actor, problems)[:, 0, 0])
 
-    def _collect(self, learner: Learner, problems: Problems, budget: jax.Array, *, warm: bool, key: jax.Array) -> tuple[Lessons, dict[str, jax.Array]]:
+        train, solved = jax.jit(self.over_seeds(train)), jax.jit(self.over_seeds(solved))
+        actor, state = self.learner.actor, jax.vmap(tx.init)(self.learner.actor)
+        done = np.zeros(len(self.seeds), bool)
+        for k in range(most):
+            share = np.asarray(solved(actor, others))
+            done |= share >= success
+            if done.all():
+                break
+            actor, state = train(actor, state, jnp.asarray(done), pages[:, k], replies[:, k])
+        print(f"imitation: {k * chunk} steps, solved {share.round(3)}", flush=True)
+        self.learner = replace(self.learner, actor=actor)
+
+    def exact(self, actor: Params, problems: Problems) -> jax.Array:
+        """Exact values [P, steps + 1, S + 1] of one seed's policy on its problems."""
+        num, pages, _ = problems.text.shape
+        probs = jnp.exp(self.models.logprobs(actor, problems.text.reshape(num * pages, -1))).reshape(num, pages, -1)
+        return jax.vmap(partial(exact_values, max_steps=self.level.max_steps))(problems.next[..., :4], probs[..., :4])
+
+    def _collect(
+        self, learner: Learner, problems: Problems, budget: jax.Array, *, warm: bool, key: jax.Array
+    ) -> tuple[Lessons, dict[str, jax.Array]]:
         config, level = self.config, self.level
         num_seeds, num_problems, num_pages, _ = problems.text.shape
         flat = lambda x: x.reshape(num_seeds * num_problems, *x.shape[2:])  # noqa: E731
-        logprobs = self.over_seeds(self.models.logprobs)(learner.actor, problems.text.reshape(num_seeds, -1, problems.text.shape[-1]))
+        logprobs = self.over_seeds(self.models.logprobs)(
+            learner.actor, problems.text.reshape(num_seeds, -1, problems.text.shape[-1])
+        )
         logprobs = logprobs.reshape(num_seeds * num_problems, num_pages, -1)
         task = Task(flat(problems.next), jnp.exp(logprobs))
         text = flat(problems.text)
@@ -234,7 +257,7 @@ class Experiment:
         elif config.method == "grpo" or config.allocation == "root" or config.method == "actor-critic":
             growth = step(growth, budget=budget, rule=root_only, key=keys[0])
         else:
-            roots = lambda g: root_only(g) * (g.stats.count < config.num_roots)  # noqa: E731
+            roots = lambda g: jnp.where(g.stats.count < config.num_roots, root_only(g), 0)  # noqa: E731
             growth = step(growth, budget=budget, rule=roots, key=keys[0])
             rule = uniform if config.allocation == "uniform" else value_refinement(config.kappa)
             growth = step(growth, budget=budget, rule=rule, key=keys[1])
@@ -261,16 +284,22 @@ class Experiment:
         rows = jnp.arange(len(text))[:, None]
         truth = jnp.where(growth.terminal, 0, exact[rows, growth.time, growth.page])
         true_advantages = segment_advantages(trees, truth)
+        if config.exact:
+            advantages = true_advantages
         open_ = growth.mask & ~growth.terminal
         edges = growth.mask.at[:, 0].set(False)
-        error = lambda v: jnp.sum(jnp.where(open_, (v - truth) ** 2, 0).reshape(num_seeds, -1), -1) / jnp.sum(open_.reshape(num_seeds, -1), -1)  # noqa: E731
+        error = lambda v: (
+            jnp.sum(jnp.where(open_, (v - truth) ** 2, 0).reshape(num_seeds, -1), -1) / jnp.sum(open_.reshape(num_seeds, -1), -1)
+        )  # noqa: E731
         metrics = {
             "success": exact[:, 0, 0].reshape(num_seeds, -1).mean(-1),
             "tokens": (growth.spent + extra).reshape(num_seeds, -1).sum(-1),
             "critic_error": error(growth.value),
             "refined_error": error(refined),
             "outcome_error": error(growth.stats.mean),
-            "correlation": correlation(advantages.reshape(num_seeds, -1), true_advantages.reshape(num_seeds, -1), edges.reshape(num_seeds, -1)),
+            "correlation": correlation(
+                advantages.reshape(num_seeds, -1), true_advantages.reshape(num_seeds, -1), edges.reshape(num_seeds, -1)
+            ),
             "nodes": growth.num_nodes.reshape(num_seeds, -1).mean(-1),
             "other": jnp.exp(logprobs[..., 4]).reshape(num_seeds, -1).mean(-1),
         }
@@ -279,10 +308,27 @@ class Experiment:
             targets, has_target = growth.stats.mean, open_ & (growth.stats.count > 0)
         at = lambda x: x.reshape(num_seeds, num_problems, *x.shape[1:])  # noqa: E731
         old = logprobs[rows[..., None], growth.pages, growth.replies]
-        lessons = Lessons(*(at(x) for x in (growth.pages, growth.replies, growth.given, old, advantages, growth.page, growth.time, targets, has_target)))
+        lessons = Lessons(
+            *(
+                at(x)
+                for x in (
+                    growth.pages,
+                    growth.replies,
+                    growth.given,
+                    old,
+                    advantages,
+                    growth.page,
+                    growth.time,
+                    targets,
+                    has_target,
+                )
+            )
+        )
         return lessons, metrics
 
-    def _vineppo(self, growth: Growth, task: Task, budget: jax.Array, critic: Critic, key: jax.Array) -> tuple[Growth, jax.Array, jax.Array]:
+    def _vineppo(
+        self, growth: Growth, task: Task, budget: jax.Array, critic: Critic, key: jax.Array
+    ) -> tuple[Growth, jax.Array, jax.Array]:
         """Root rollouts, each with probes from every state it visits, until the budget is spent."""
         index = jnp.arange(growth.value.shape[1])
         start = jnp.zeros(len(budget), jnp.int32)
@@ -346,6 +392,14 @@ class Experiment:
         return Learner(policy, critic, policy_state, critic_state)
 
 
+def widen(decoder: Decoder) -> Decoder:
+    """Weights of standard deviation 1 / sqrt(width) instead of the 0.02 that suits wide models; changed in place."""
+    for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
+        if not any("norm" in str(name) for name in path):
+            variable[...] = variable[...] * (50 / decoder.config.hidden_size**0.5)
+    return decoder
+
+
 def correlation(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
     """Pearson's, along the last axis."""
     count = jnp.sum(mask, -1, keepdims=True)
@@ -354,9 +408,12 @@ def correlation(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.sum(x * y, -1) / jnp.sqrt(jnp.sum(x**2, -1) * jnp.sum(y**2, -1) + 1e-20)
 
 
-def run(config: Config) -> dict[str, np.ndarray]:
+def run(config: Config, start: Params = None) -> dict[str, np.ndarray]:
     experiment = Experiment(config)
-    experiment.imitate(config.imitation_steps, config.noise)
+    if start is None:
+        experiment.imitate(config.start, config.noise)
+    else:
+        experiment.learner = replace(experiment.learner, actor=jax.tree.map(jnp.array, start))
     carry = np.zeros(config.num_seeds)
     spent = np.zeros(config.num_seeds)
     history: list[dict[str, np.ndarray]] = []
@@ -375,7 +432,7 @@ def run(config: Config) -> dict[str, np.ndarray]:
         carry += experiment.budget * config.num_problems - metrics["tokens"]
         history.append({"at": spent.copy(), **metrics})
         spent += metrics["tokens"]
-        if number % 4 == 0:
+        if number % 10 == 0:
             means = " ".join(f"{k} {v.mean():.3f}" for k, v in metrics.items())
             print(f"{number} {spent.mean():.0f} {means} | {middle - start:.2f} {end - middle:.2f} s", flush=True)
         number += 1

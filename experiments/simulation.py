@@ -69,7 +69,7 @@ class Growth:
     @property
     def mask(self) -> jax.Array:
         """bool [B, N], True at nodes."""
-        return jnp.arange(self.parent.shape[1]) < self.num_nodes[:, None]
+        return jnp.arange(self.parent.shape[1])[None] < self.num_nodes[:, None]
 
     @property
     def trees(self) -> RolloutTrees:
@@ -85,12 +85,12 @@ Critic = Callable[[jax.Array, jax.Array], jax.Array]
 
 def root_only(growth: Growth) -> jax.Array:
     """Independent rollouts."""
-    return jnp.broadcast_to(1.0 * (jnp.arange(growth.parent.shape[1]) == 0), growth.parent.shape)
+    return jnp.zeros(growth.value.shape).at[:, 0].set(1)
 
 
 def uniform(growth: Growth) -> jax.Array:
     """The state with the fewest outcomes."""
-    return 1 / (1.0 + growth.stats.count)
+    return 1 / (1 + growth.stats.count.astype(jnp.float32))
 
 
 def value_refinement(kappa: float = 1.0, *, per_cost: float = 0.0, max_steps: int = 0) -> Rule:
@@ -104,7 +104,8 @@ def value_refinement(kappa: float = 1.0, *, per_cost: float = 0.0, max_steps: in
 
     def rule(growth: Growth) -> jax.Array:
         gain = benefit(growth.value, growth.stats, kappa=kappa)
-        return gain / jnp.maximum(max_steps - growth.time, 1.0) ** per_cost if per_cost else gain
+        left = jnp.maximum(max_steps - growth.time, 1).astype(jnp.float32)
+        return gain / left**per_cost if per_cost else gain
 
     return rule
 
@@ -172,13 +173,13 @@ def continue_from(
             replies.append(reply)
             given.append(going)
             page = jnp.where(going, task.next[rows, page % goal, reply], page)
-            time = time + going
+            time = time + going.astype(jnp.int32)
             going = going & (page < goal) & (time < max_steps)
         new = jnp.where(running, growth.num_nodes, capacity)  # out of range: dropped
         write = partial(_write, rows=rows, new=new)
         growth = replace(
             growth,
-            num_nodes=growth.num_nodes + running,
+            num_nodes=growth.num_nodes + running.astype(jnp.int32),
             spent=growth.spent + sum(g.astype(jnp.int32) for g in given),
             parent=write(growth.parent, node),
             page=write(growth.page, page),
@@ -193,12 +194,12 @@ def continue_from(
 
     growth, last, _, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), one_segment, (growth, start, active, key))
     # New nodes stand in a row: values, evidence, and where their continuation ended.
-    index = jnp.arange(capacity)
+    index = jnp.arange(capacity)[None]
     new = (index >= first[:, None]) & growth.mask
     observed = (new | (index == start[:, None])) & active[:, None]
     outcome = growth.reward[rows, last][:, None]
     most = -(-max_steps // segment)
-    slots = first[:, None] + jnp.arange(most)
+    slots = first[:, None] + jnp.arange(most)[None]
     at = jnp.minimum(slots, capacity - 1)
     predicted = critic(growth.page[rows[:, None], at], growth.time[rows[:, None], at])
     value = growth.value.at[rows[:, None], jnp.where(slots < growth.num_nodes[:, None], slots, capacity)].set(
@@ -229,7 +230,7 @@ def probe(
         key, this = jax.random.split(key)
         reply = draw(task.probs[rows, page % goal], jax.random.uniform(this, page.shape))
         page = jnp.where(going, task.next[rows, page % goal, reply], page)
-        now = now + going
+        now = now + going.astype(jnp.int32)
         return page, now, going & (page < goal) & (now < max_steps), key
 
     page, end, *_ = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), step, (page, time, active, key))

@@ -39,7 +39,14 @@ class TokenScores(NamedTuple):
     entropy: jax.Array
 
 
-def score(model: Decoder, tokens: jax.Array, segment_ids: jax.Array | None = None, *, temperature: float = 1.0) -> TokenScores:
+def score(
+    model: Decoder,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+) -> TokenScores:
     """Log-probability of every token given the tokens before it in its own sequence.
 
     Args:
@@ -47,6 +54,7 @@ def score(model: Decoder, tokens: jax.Array, segment_ids: jax.Array | None = Non
         tokens: int32 [B, T].
         segment_ids: int32 [B, T] as `Decoder` takes them: 0 is padding, a run of equal positive numbers one sequence.
             None: every row is one sequence.
+        mask: bool [B, T], the tokens to score; the rest gives 0 and costs no part of the head. None: all.
         temperature: of the distribution, as the sampler had it; see `token_logprobs`.
 
     Returns:
@@ -71,6 +79,9 @@ def score(model: Decoder, tokens: jax.Array, segment_ids: jax.Array | None = Non
     else:
         segment_ids = jnp.asarray(segment_ids)
         follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    if mask is not None:
+        check_array("mask", mask, tokens.shape, jnp.bool_)
+        follows &= mask[:, 1:]
     # The state at t predicts the token at t + 1; the last one predicts nothing, but keeps the rows whole.
     targets, mask = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens[:, 1:], follows))
     scores = token_logprobs(hidden, model.head_weight(), targets, mask, temperature=temperature)
@@ -147,7 +158,8 @@ def _token_logprobs(
     padding = -count % plan.multiple
     if padding:
         hidden, targets = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
-    scores = (x[:count] for x in _scores(plan, hidden, head, targets))
+    wanted = None if mask is None else jnp.pad(mask, (0, padding))
+    scores = (x[:count] for x in _scores(plan, hidden, head, targets, wanted))
     return TokenScores(*((x if mask is None else jnp.where(mask, x, 0)).reshape(shape) for x in scores))
 
 
@@ -194,51 +206,86 @@ def _on_each_device(plan: _Plan, function: Callable[..., Any], inputs: str, outp
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(plan: _Plan, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _scores_forward(plan, hidden, head, targets)[0]
+def _scores(
+    plan: _Plan, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    return _scores_forward(plan, hidden, head, targets, mask)[0]
 
 
-def _scores_forward(plan: _Plan, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[Any, Any]:
-    logprobs, entropy, normalizer = _on_each_device(plan, _forward, "hwp", "ppp")(hidden, head, targets)
-    return (logprobs, entropy), (hidden, head, targets, entropy, normalizer)
+def _scores_forward(
+    plan: _Plan, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array | None
+) -> tuple[Any, Any]:
+    logprobs, entropy, normalizer = _on_each_device(plan, _forward, "hwpp", "ppp")(hidden, head, targets, mask)
+    return (logprobs, entropy), (hidden, head, targets, mask, entropy, normalizer)
 
 
-def _scores_backward(plan: _Plan, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
-    d_hidden, d_head = _on_each_device(plan, _backward, "hwppppp", "hw")(*kept, *gradients)
-    return d_hidden, d_head, None
+def _scores_backward(plan: _Plan, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None, None]:
+    d_hidden, d_head = _on_each_device(plan, _backward, "hwpppppp", "hw")(*kept, *gradients)
+    return d_hidden, d_head, None, None
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
 
 
-def _forward(plan: _Plan, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+@dataclass(frozen=True)
+class _Order:
+    """Positions that count before the others, in blocks, of which only those with any of the first are worked on."""
+
+    plan: _Plan
+    index: jax.Array | None
+    num_blocks: jax.Array | int
+
+    @classmethod
+    def by(cls, plan: _Plan, mask: jax.Array | None) -> _Order:
+        if mask is None:
+            return cls(plan, None, plan.blocks)
+        size = len(mask) // plan.blocks
+        return cls(plan, jnp.argsort(~mask, stable=True), (jnp.sum(mask, dtype=jnp.int32) + size - 1) // size)
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """[positions, ...] -> [blocks, positions of a block, ...]."""
+        x = x if self.index is None else x[self.index]
+        return x.reshape(self.plan.blocks, -1, *x.shape[1:])
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """The way back."""
+        x = x.reshape(-1, *x.shape[2:])
+        return x if self.index is None else jnp.zeros_like(x).at[self.index].set(x, unique_indices=True)
+
+
+def _forward(
+    plan: _Plan, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probability, entropy and log of the summed exponentials of every position."""
-    blocks = (hidden.reshape(plan.blocks, -1, hidden.shape[-1]), _own_rows(plan, targets, head).reshape(plan.blocks, -1))
+    order = _Order.by(plan, mask)
+    states, columns = order.cut(hidden), order.cut(_own_rows(plan, targets, head))
 
     def piece(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         weight, start, new = _piece(plan, head, index, hidden.dtype)
 
-        def block(at: tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, ...]:
-            (peak, total, moment, own), (hidden, targets) = at
-            logits = _logits(plan, hidden, weight, new)
+        def block(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            peak, total, moment, own = (x[k] for x in sums)
+            logits = _logits(plan, states[k], weight, new)
             highest = jnp.maximum(peak, logits.max(-1))
             above = logits - highest[:, None]
             share, fade = jnp.exp(above), jnp.exp(peak - highest)
-            column = targets - start
-            hit = (targets >= index * plan.rows) & (column >= 0) & (column < plan.rows)
+            column = columns[k] - start
+            hit = (columns[k] >= index * plan.rows) & (column >= 0) & (column < plan.rows)
             found = jnp.take_along_axis(logits, jnp.clip(column, 0, plan.rows - 1)[:, None], 1)[:, 0]
-            return (
+            updated = (
                 highest,
                 fade * total + share.sum(-1),
                 fade * (moment + (peak - highest) * total) + (share * above).sum(-1),
                 jnp.where(hit, found, own),
             )
+            return tuple(x.at[k].set(y) for x, y in zip(sums, updated, strict=True))
 
-        return lax.map(block, (sums, blocks))
+        return lax.fori_loop(0, order.num_blocks, block, sums)
 
-    zeros = jnp.zeros(blocks[1].shape, jnp.float32)
+    zeros = jnp.zeros(columns.shape, jnp.float32)
     sums = (zeros + LOWEST, zeros, zeros, zeros)
-    peak, total, moment, own = (x.reshape(-1) for x in lax.fori_loop(0, _num_pieces(plan, head), piece, sums))
+    peak, total, moment, own = (order.join(x) for x in lax.fori_loop(0, _num_pieces(plan, head), piece, sums))
+    total = jnp.where(total > 0, total, 1)  # 0 where nobody looked
     if plan.vocabulary is not None:
         highest = lax.pmax(peak, plan.vocabulary)
         fade = jnp.exp(peak - highest)
@@ -257,6 +304,7 @@ def _backward(
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
+    mask: jax.Array | None,
     entropy: jax.Array,
     normalizer: jax.Array,
     d_logprobs: jax.Array,
@@ -266,9 +314,9 @@ def _backward(
 
     d logprob / d z_j = [j = target] - p_j   and   d entropy / d z_j = -p_j (log p_j + H).
     """
-    states = hidden.reshape(plan.blocks, -1, hidden.shape[-1])
-    numbers = [_own_rows(plan, targets, head), entropy, normalizer, d_logprobs, d_entropy]
-    numbers = [x.reshape(plan.blocks, -1) for x in numbers]
+    order = _Order.by(plan, mask)
+    states = order.cut(hidden)
+    numbers = [order.cut(x) for x in (_own_rows(plan, targets, head), entropy, normalizer, d_logprobs, d_entropy)]
 
     def piece(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         d_hidden, d_head = sums
@@ -285,7 +333,7 @@ def _backward(
             d_weight += _product(d_logits, states[k], 0, 0)
             return d_hidden.at[k].add(_product(d_logits, weight, 1, 0)), d_weight
 
-        d_hidden, d_weight = lax.fori_loop(0, plan.blocks, block, (d_hidden, jnp.zeros(weight.shape, jnp.float32)))
+        d_hidden, d_weight = lax.fori_loop(0, order.num_blocks, block, (d_hidden, jnp.zeros(weight.shape, jnp.float32)))
         if plan.width is not None:
             d_weight = lax.psum_scatter(d_weight, plan.width, scatter_dimension=1, tiled=True)
         elif plan.positions is not None:
@@ -297,7 +345,7 @@ def _backward(
     d_hidden, d_head = lax.fori_loop(0, _num_pieces(plan, head), piece, zeros)
     if plan.vocabulary is not None:
         d_hidden = lax.psum(d_hidden, plan.vocabulary)
-    return d_hidden.reshape(hidden.shape).astype(hidden.dtype), d_head.astype(head.dtype)
+    return order.join(d_hidden).astype(hidden.dtype), d_head.astype(head.dtype)
 
 
 def _num_pieces(plan: _Plan, head: jax.Array) -> int:

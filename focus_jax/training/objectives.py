@@ -56,7 +56,7 @@ class ActorLoss:
 
     def __call__(self, model: Decoder, batch: ActorBatch) -> tuple[jax.Array, jax.Array, Sums]:
         """The weighted sum of the loss, the weight in it, and what else is of interest."""
-        scores = score(model, batch.tokens, batch.segment_ids, temperature=self.temperature)
+        scores = score(model, batch.tokens, batch.segment_ids, batch.mask, temperature=self.temperature)
         logprobs, mask, weights = scores.logprobs, batch.mask, jnp.where(batch.mask, batch.weights, 0)
         total, weight = policy_loss(
             logprobs,
