@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ import optax
 from flax import nnx
 from simulation import Critic, Growth, Task, continue_from, grow, plant, probe, root_only, uniform, value_refinement
 
-from focus_jax import backup, grpo_advantages, leave_one_out_advantages, segment_advantages, vineppo_advantages
+from focus_jax import Backup, backup, grpo_advantages, leave_one_out_advantages, segment_advantages, vineppo_advantages
 from focus_jax.losses import policy_loss, value_loss
 from focus_jax.models import Decoder, ModelConfig, ValueModel
 from focus_jax.tasks.detour import ACTIONS, LEVELS, Level, Problem, demonstrations, exact_values, make_search
@@ -131,7 +132,7 @@ class Experiment:
             2,
             2,
             config.hidden // 2,
-            ("full_attention",) * config.layers,
+            tuple(itertools.repeat("full_attention", config.layers)),
             tied=True,
             max_positions=32,
         )
@@ -170,7 +171,10 @@ class Experiment:
         return Problems(jnp.asarray(text), jnp.asarray(following, jnp.int32))
 
     def critic_prompts(self, text: jax.Array, page: jax.Array, time: jax.Array) -> jax.Array:
-        """What the critic reads: the page, the steps left, and, if it may know, right and wrong hops. [P, S, 7], [P, M] -> [P, M, T]"""
+        """What the critic reads: the page, the steps left, and, if it may know, right and wrong hops.
+
+        Pages [P, S, 7], and places and times [P, M], to prompts [P, M, T].
+        """
         at = page % text.shape[1]
         shown = text[jnp.arange(len(text))[:, None], at].astype(jnp.int32)
         left = self.level.max_steps - time
@@ -231,100 +235,88 @@ class Experiment:
     def _collect(
         self, learner: Learner, problems: Problems, budget: jax.Array, *, warm: bool, key: jax.Array
     ) -> tuple[Lessons, dict[str, jax.Array]]:
-        config, level = self.config, self.level
+        """Grow trees with policy and critic fixed; what there is to learn from them, and figures [seeds] beside exact values."""
         num_seeds, num_problems, num_pages, _ = problems.text.shape
-        flat = lambda x: x.reshape(num_seeds * num_problems, *x.shape[2:])  # noqa: E731
-        logprobs = self.over_seeds(self.models.logprobs)(
-            learner.actor, problems.text.reshape(num_seeds, -1, problems.text.shape[-1])
-        )
+        pages = problems.text.reshape(num_seeds, num_problems * num_pages, -1)
+        logprobs = self.over_seeds(self.models.logprobs)(learner.actor, pages)
         logprobs = logprobs.reshape(num_seeds * num_problems, num_pages, -1)
-        task = Task(flat(problems.next), jnp.exp(logprobs))
-        text = flat(problems.text)
+        text, following = (x.reshape(num_seeds * num_problems, *x.shape[2:]) for x in (problems.text, problems.next))
+        task = Task(following, jnp.exp(logprobs))
 
         def critic(page: jax.Array, time: jax.Array) -> jax.Array:
             prompts = self.critic_prompts(text, page, time)
             rows = prompts.reshape(num_seeds, -1, prompts.shape[-1])
             return self.over_seeds(self.models.values)(learner.critic, rows).reshape(page.shape)
 
-        budget = jnp.repeat(budget, num_problems)
-        growth = plant(task, critic, num_nodes=self.capacity, segment=config.segment)
-        keys = jax.random.split(key, 3)
-        step = partial(grow, task=task, critic=critic, max_steps=level.max_steps)
-        extra = jnp.zeros(len(text), jnp.int32)
-        mc = jnp.zeros(growth.value.shape)
-        if config.method == "vineppo":
-            growth, extra, mc = self._vineppo(growth, task, budget, critic, keys[0])
-        elif config.method == "grpo" or config.allocation == "root" or config.method == "actor-critic":
-            growth = step(growth, budget=budget, rule=root_only, key=keys[0])
-        else:
-            roots = lambda g: jnp.where(g.stats.count < config.num_roots, root_only(g), 0)  # noqa: E731
-            growth = step(growth, budget=budget, rule=roots, key=keys[0])
-            rule = uniform if config.allocation == "uniform" else value_refinement(config.kappa)
-            growth = step(growth, budget=budget, rule=rule, key=keys[1])
-
-        trees = growth.trees
-        result = backup(trees, growth.value, kappa=config.kappa)
-        refined, targets = result.refined, result.target
-        if config.method == "grpo":
-            returns = growth.stats.mean
-            ends = growth.terminal & growth.mask
-            at_ends = grpo_advantages(returns, ends)
-            advantages = jnp.where(trees.mask, jnp.take_along_axis(at_ends, growth.leaf, 1), 0).at[:, 0].set(0)
-        elif config.method == "vineppo":
-            advantages = vineppo_advantages(trees, mc)
-        elif config.method == "actor-critic":
-            refined, targets = growth.value, growth.stats.mean
-            advantages = segment_advantages(trees, growth.value)
-        elif config.leave_one_out:
-            advantages = leave_one_out_advantages(trees, growth.value, refined, kappa=config.kappa)
-        else:
-            advantages = segment_advantages(trees, refined)
-
-        exact = jax.vmap(partial(exact_values, max_steps=level.max_steps))(task.next[..., :4], task.probs[..., :4])
+        growth, probed, mc = self._grow(task, critic, jnp.repeat(budget, num_problems), key)
+        advantages, refined, targets = self._credit(growth, mc)
         rows = jnp.arange(len(text))[:, None]
+        exact = jax.vmap(partial(exact_values, max_steps=self.level.max_steps))(task.next[..., :4], task.probs[..., :4])
         truth = jnp.where(growth.terminal, 0, exact[rows, growth.time, growth.page])
-        true_advantages = segment_advantages(trees, truth)
-        if config.exact:
+        true_advantages = segment_advantages(growth.trees, truth)
+        if self.config.exact:
             advantages = true_advantages
         open_ = growth.mask & ~growth.terminal
+        has_target = targets.num_children > 0
+        goals = targets.target
+        if warm or self.config.method == "actor-critic":
+            goals, has_target = growth.stats.mean, open_ & (growth.stats.count > 0)
+
+        def mean(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+            x = x.reshape(num_seeds, -1)
+            mask = jnp.ones(x.shape, bool) if mask is None else mask.reshape(num_seeds, -1)
+            return jnp.sum(jnp.where(mask, x, 0), -1) / jnp.sum(mask, -1, dtype=jnp.float32)
+
         edges = growth.mask.at[:, 0].set(False)
-        error = lambda v: (
-            jnp.sum(jnp.where(open_, (v - truth) ** 2, 0).reshape(num_seeds, -1), -1) / jnp.sum(open_.reshape(num_seeds, -1), -1)
-        )  # noqa: E731
-        metrics = {
-            "success": exact[:, 0, 0].reshape(num_seeds, -1).mean(-1),
-            "tokens": (growth.spent + extra).reshape(num_seeds, -1).sum(-1),
-            "critic_error": error(growth.value),
-            "refined_error": error(refined),
-            "outcome_error": error(growth.stats.mean),
-            "correlation": correlation(
-                advantages.reshape(num_seeds, -1), true_advantages.reshape(num_seeds, -1), edges.reshape(num_seeds, -1)
-            ),
-            "nodes": growth.num_nodes.reshape(num_seeds, -1).mean(-1),
-            "other": jnp.exp(logprobs[..., 4]).reshape(num_seeds, -1).mean(-1),
+        by_seed = (x.reshape(num_seeds, -1) for x in (advantages, true_advantages, edges))
+        figures = {
+            "success": mean(exact[:, 0, 0]),
+            "tokens": jnp.sum((growth.spent + probed).reshape(num_seeds, -1), -1),
+            "critic_error": mean((growth.value - truth) ** 2, open_),
+            "refined_error": mean((refined - truth) ** 2, open_),
+            "outcome_error": mean((growth.stats.mean - truth) ** 2, open_),
+            "correlation": correlation(*by_seed),
         }
-        has_target = result.num_children > 0
-        if warm:
-            targets, has_target = growth.stats.mean, open_ & (growth.stats.count > 0)
-        at = lambda x: x.reshape(num_seeds, num_problems, *x.shape[1:])  # noqa: E731
         old = logprobs[rows[..., None], growth.pages, growth.replies]
-        lessons = Lessons(
-            *(
-                at(x)
-                for x in (
-                    growth.pages,
-                    growth.replies,
-                    growth.given,
-                    old,
-                    advantages,
-                    growth.page,
-                    growth.time,
-                    targets,
-                    has_target,
-                )
-            )
-        )
-        return lessons, metrics
+        actor = (growth.pages, growth.replies, growth.given, old, advantages)
+        lessons = Lessons(*actor, growth.page, growth.time, goals, has_target)
+        return jax.tree.map(lambda x: x.reshape(num_seeds, num_problems, *x.shape[1:]), lessons), figures
+
+    def _grow(self, task: Task, critic: Critic, budget: jax.Array, key: jax.Array) -> tuple[Growth, jax.Array, jax.Array]:
+        """Trees, replies spent on probes, and the probes' values."""
+        config = self.config
+        growth = plant(task, critic, num_nodes=self.capacity, segment=config.segment)
+        first, second = jax.random.split(key)
+        step = partial(grow, task=task, budget=budget, critic=critic, max_steps=self.level.max_steps)
+        if config.method == "vineppo":
+            return self._vineppo(growth, task, budget, critic, first)
+        if config.method == "focus" and config.allocation != "root":
+
+            def roots(growth: Growth) -> jax.Array:
+                return jnp.where(growth.stats.count < config.num_roots, root_only(growth), 0)
+
+            growth = step(growth, rule=roots, key=first)
+            growth = step(growth, rule=uniform if config.allocation == "uniform" else value_refinement(config.kappa), key=second)
+        else:
+            growth = step(growth, rule=root_only, key=first)
+        return growth, jnp.zeros_like(budget), jnp.zeros_like(growth.value)
+
+    def _credit(self, growth: Growth, mc: jax.Array) -> tuple[jax.Array, jax.Array, Backup]:
+        """Advantages, the values they are differences of, and the backup."""
+        config, trees = self.config, growth.trees
+        result = backup(trees, growth.value, kappa=config.kappa)
+        if config.method == "grpo":
+            at_ends = grpo_advantages(growth.stats.mean, growth.terminal & growth.mask)
+            of_rollout = jnp.take_along_axis(at_ends, growth.leaf, 1)
+            return jnp.where(trees.mask, of_rollout, 0).at[:, 0].set(0), growth.value, result
+        if config.method == "vineppo":
+            return vineppo_advantages(trees, mc), mc, result
+        if config.method == "actor-critic":
+            return segment_advantages(trees, growth.value), growth.value, result
+        if config.leave_one_out:
+            credit = leave_one_out_advantages(trees, growth.value, result.refined, kappa=config.kappa)
+            return credit, result.refined, result
+        return segment_advantages(trees, result.refined), result.refined, result
 
     def _vineppo(
         self, growth: Growth, task: Task, budget: jax.Array, critic: Critic, key: jax.Array

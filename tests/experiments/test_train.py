@@ -298,6 +298,7 @@ def test_a_budget_that_holds_no_round_is_refused(tmp_path, method, least):
 # Overlap.
 
 
+@pytest.mark.slow
 def test_with_overlap_rounds_are_one_update_old_but_those_after_a_checkpoint(tmp_path):
     config = replace(TINY, rounds=6, checkpoint_every=3, evaluate_every=6, overlap=True, run_folder=tmp_path / "run")
     train.main(config)

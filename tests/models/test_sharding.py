@@ -99,7 +99,7 @@ def alone(config):
     ("config", "layout", "remat"),
     [
         (DENSE, (8, 1), None),
-        (DENSE, (2, 4), NOTHING),
+        pytest.param(DENSE, (2, 4), NOTHING, marks=pytest.mark.slow),
         (DELTA, (4, 2), NOTHING),
         pytest.param(DENSE, (4, 2), None, marks=pytest.mark.slow),
         pytest.param(DELTA, (8, 1), None, marks=pytest.mark.slow),

@@ -486,6 +486,7 @@ def abstract_run():
     return abstract({"model": model, "optimizer": optimizer, "adapter": adapter})
 
 
+@pytest.mark.slow
 def test_it_comes_back_on_any_mesh(tmp_path):
     """Bit for bit, split as the mesh wants it; A_log stays float32 and half precision half (B52)."""
     with Checkpoints(tmp_path) as checkpoints:
