@@ -258,9 +258,9 @@ class Experiment:
             advantages = true_advantages
         open_ = growth.mask & ~growth.terminal
         has_target = targets.num_children > 0
-        goals = targets.target
+        goals, observed = targets.target, jnp.asarray(growth.stats.mean)
         if warm or self.config.method == "actor-critic":
-            goals, has_target = growth.stats.mean, open_ & (growth.stats.count > 0)
+            goals, has_target = observed, open_ & (growth.stats.count > 0)
 
         def mean(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
             x = x.reshape(num_seeds, -1)
@@ -274,7 +274,7 @@ class Experiment:
             "tokens": jnp.sum((growth.spent + probed).reshape(num_seeds, -1), -1),
             "critic_error": mean((growth.value - truth) ** 2, open_),
             "refined_error": mean((refined - truth) ** 2, open_),
-            "outcome_error": mean((growth.stats.mean - truth) ** 2, open_),
+            "outcome_error": mean((observed - truth) ** 2, open_),
             "correlation": correlation(*by_seed),
         }
         old = logprobs[rows[..., None], growth.pages, growth.replies]

@@ -90,7 +90,7 @@ def root_only(growth: Growth) -> jax.Array:
 
 def uniform(growth: Growth) -> jax.Array:
     """The state with the fewest outcomes."""
-    return 1 / (1 + growth.stats.count.astype(jnp.float32))
+    return 1 / (1 + jnp.asarray(growth.stats.count, jnp.float32))
 
 
 def value_refinement(kappa: float = 1.0, *, per_cost: float = 0.0, max_steps: int = 0) -> Rule:
