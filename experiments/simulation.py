@@ -93,21 +93,9 @@ def uniform(growth: Growth) -> jax.Array:
     return 1 / (1 + jnp.asarray(growth.stats.count, jnp.float32))
 
 
-def value_refinement(kappa: float = 1.0, *, per_cost: float = 0.0, max_steps: int = 0) -> Rule:
-    """FOCUS: where one more outcome is expected to cut the squared error of the blended value most.
-
-    Args:
-        kappa: weight of the critic's prediction.
-        per_cost: divide the benefit by this power of the steps left, the most a continuation may cost; 0 as in the paper.
-        max_steps: of an episode; with `per_cost` only.
-    """
-
-    def rule(growth: Growth) -> jax.Array:
-        gain = benefit(growth.value, growth.stats, kappa=kappa)
-        left = jnp.maximum(max_steps - growth.time, 1).astype(jnp.float32)
-        return gain / left**per_cost if per_cost else gain
-
-    return rule
+def value_refinement(kappa: float = 1.0) -> Rule:
+    """FOCUS: where one more outcome is expected to cut the squared error of the blended value most; `kappa` as in `backup`."""
+    return lambda growth: benefit(growth.value, growth.stats, kappa=kappa)
 
 
 def plant(task: Task, critic: Critic, *, num_nodes: int, segment: int) -> Growth:
