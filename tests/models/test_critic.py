@@ -327,7 +327,8 @@ def test_it_serves_a_collection_and_its_journal_knows_the_version(tmp_path, call
     assert repr(critic) == "FlaxCritic(qwen3, layers=2, hidden_size=32, float32, output=sigmoid, version=7)"
     grown = run(critic, "first")
     assert sum(ledger.continuations for group in grown.ledgers for ledger in group) == 24
-    assert set(calls) == {(1, 512), (2, 512)}
+    assert set(calls) <= {(1, 512), (2, 512)}  # which of them depends on who asks at the same time
+    assert len(calls) < sum(len(tree.values) for tree in grown.trees)
     for tree in grown.trees:
         values = tree.values
         assert len(set(values.tolist())) > 2
