@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -46,6 +47,9 @@ class Config:
     tokens: int = 100_000
     """Replies for each seed."""
     epochs: int = 4
+    critic_epochs: int = 4
+    from_policy: bool = False
+    """The critic starts from the policy's weights."""
     actor_lr: float = 1e-3
     critic_lr: float = 3e-3
     warmup: int = 2
@@ -117,6 +121,50 @@ class Lessons:
     has_target: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """What is learned from a round without its gaps: U pages seen, N replies, C states with a target; [seeds, ...] each."""
+
+    text: np.ndarray
+    page: np.ndarray
+    reply: np.ndarray
+    old_logprobs: np.ndarray
+    advantages: np.ndarray
+    token_weights: np.ndarray
+    prompts: np.ndarray
+    targets: np.ndarray
+    state_weights: np.ndarray
+
+
+def compact(problems: Problems, lessons: Lessons, prompts: np.ndarray) -> Rows:
+    """Weights: mean over an edge's replies, then a problem's edges, then problems; and over a problem's states, then problems."""
+    num_problems, num_pages, _ = problems.text.shape[1:]
+    lessons = jax.tree.map(np.asarray, lessons)
+    replies = lessons.given.sum(-1)
+    token_weights = lessons.given / np.maximum(replies, 1)[..., None] / np.maximum((replies > 0).sum(-1), 1)[..., None, None]
+    state_weights = lessons.has_target / np.maximum(lessons.has_target.sum(-1), 1)[..., None]
+    every_page = lessons.pages + num_pages * np.arange(num_problems)[:, None, None]
+    rows = []
+    for seed, (given, has_target) in enumerate(zip(lessons.given, lessons.has_target, strict=True)):
+        seen, page = np.unique(every_page[seed][given], return_inverse=True)
+        text = np.asarray(problems.text[seed]).reshape(-1, problems.text.shape[-1])[seen]
+        advantages = np.broadcast_to(lessons.advantages[seed][..., None], given.shape)[given]
+        tokens = (page, lessons.replies[seed][given], lessons.old_logprobs[seed][given], advantages, token_weights[seed][given])
+        states = (prompts[seed][has_target], lessons.targets[seed][has_target], state_weights[seed][has_target])
+        rows.append((text, *tokens, *states))
+    return Rows(*(pad(parts) for parts in zip(*rows, strict=True)))
+
+
+def pad(parts: Sequence[np.ndarray], step: int = 256) -> np.ndarray:
+    """Arrays of different lengths, zeros behind them up to a multiple of `step`, stacked."""
+    length = -(-max(map(len, parts)) // step) * step
+    stacked = np.zeros((len(parts), length, *parts[0].shape[1:]), parts[0].dtype)
+    for row, part in zip(stacked, parts, strict=True):
+        row[: len(part)] = part
+    return stacked if stacked.dtype != np.float64 else stacked.astype(np.float32)
+
+
 class Experiment:
     """One method on many seeds."""
 
@@ -145,6 +193,7 @@ class Experiment:
 
         self.learner = jax.jit(jax.vmap(fresh))(self.seeds)
         self.collect = jax.jit(self._collect, static_argnames="warm")
+        self.prompts = jax.jit(lambda p, x: jax.vmap(self.critic_prompts)(p.text, x.page, x.time))
         self.learn = jax.jit(self._learn, donate_argnums=0, static_argnames="actor")
 
     def over_seeds(self, f: Any) -> Any:
@@ -330,48 +379,37 @@ class Experiment:
         growth, extra, mc, _ = jax.lax.while_loop(lambda c: jnp.any(c[0].spent + c[1] < budget), body, carry)
         return growth, extra, mc
 
-    def _learn(self, learner: Learner, problems: Problems, lessons: Lessons, actor: bool) -> Learner:
-        return self.over_seeds(partial(self._learn_one, actor=actor))(learner, problems, lessons)
+    def _learn(self, learner: Learner, rows: Rows, actor: bool) -> Learner:
+        return self.over_seeds(partial(self._learn_one, actor=actor))(learner, rows)
 
-    def _learn_one(self, learner: Learner, problems: Problems, lessons: Lessons, *, actor: bool) -> Learner:
-        num_problems, num_pages, _ = problems.text.shape
-        rows = jnp.arange(num_problems)[:, None]
-        states = jnp.sum(lessons.has_target, -1, keepdims=True)
-        state_weights = jnp.where(lessons.has_target, 1 / jnp.maximum(states, 1) / num_problems, 0)
-        prompts = self.critic_prompts(problems.text, lessons.page, lessons.time)
-
+    def _learn_one(self, learner: Learner, rows: Rows, *, actor: bool) -> Learner:
         def critic_loss(params: Params) -> jax.Array:
-            values = self.models.values(params, prompts.reshape(-1, prompts.shape[-1])).reshape(lessons.page.shape)
-            total, weight = value_loss(values, lessons.targets, lessons.has_target, weights=state_weights)
+            values = self.models.values(params, rows.prompts)
+            total, weight = value_loss(values, rows.targets, rows.state_weights > 0, weights=rows.state_weights)
             return total / weight
-
-        tokens = jnp.sum(lessons.given, -1)
-        segments = jnp.sum(tokens > 0, -1)
-        weights = lessons.given / jnp.maximum(tokens, 1)[..., None] / jnp.maximum(segments, 1)[:, None, None] / num_problems
-        advantages = jnp.broadcast_to(lessons.advantages[..., None], lessons.given.shape)
 
         def actor_loss(params: Params) -> jax.Array:
-            table = self.models.logprobs(params, problems.text.reshape(-1, problems.text.shape[-1]))
-            table = table.reshape(num_problems, num_pages, -1)
-            logprobs = table[rows[..., None], lessons.pages, lessons.replies]
-            total, weight = policy_loss(logprobs, lessons.old_logprobs, advantages, lessons.given, weights=weights)
+            logprobs = self.models.logprobs(params, rows.text)[rows.page, rows.reply]
+            total, weight = policy_loss(
+                logprobs, rows.old_logprobs, rows.advantages, rows.token_weights > 0, weights=rows.token_weights
+            )
             return total / weight
 
-        def epochs(loss: Any, tx: Any, params: Params, state: Any) -> tuple[Params, Any]:
+        def epochs(loss: Any, tx: Any, params: Params, state: Any, length: int) -> tuple[Params, Any]:
             def step(carry: tuple[Params, Any], _: None) -> tuple[tuple[Params, Any], None]:
                 params, state = carry
                 with jax.numpy_dtype_promotion("standard"):
                     change, state = tx.update(jax.grad(loss)(params), state, params)
                 return (optax.apply_updates(params, change), state), None
 
-            return jax.lax.scan(step, (params, state), length=self.config.epochs)[0]
+            return jax.lax.scan(step, (params, state), length=length)[0]
 
         critic, critic_state = learner.critic, learner.critic_state
         if self.config.method in ("focus", "actor-critic"):
-            critic, critic_state = epochs(critic_loss, self.critic_tx, critic, critic_state)
+            critic, critic_state = epochs(critic_loss, self.critic_tx, critic, critic_state, self.config.critic_epochs)
         policy, policy_state = learner.actor, learner.actor_state
         if actor:
-            policy, policy_state = epochs(actor_loss, self.actor_tx, policy, policy_state)
+            policy, policy_state = epochs(actor_loss, self.actor_tx, policy, policy_state, self.config.epochs)
         return Learner(policy, critic, policy_state, critic_state)
 
 
@@ -398,6 +436,10 @@ def run(config: Config, start: Params = None) -> dict[str, np.ndarray]:
         experiment.imitate(config.start, config.noise)
     else:
         experiment.learner = replace(experiment.learner, actor=jax.tree.map(jnp.array, start))
+    if config.from_policy:
+        critic = experiment.learner.critic
+        critic["backbone"] = jax.tree.map(jnp.array, experiment.learner.actor)
+        experiment.learner = replace(experiment.learner, critic=critic)
     carry = np.zeros(config.num_seeds)
     spent = np.zeros(config.num_seeds)
     history: list[dict[str, np.ndarray]] = []
@@ -409,9 +451,10 @@ def run(config: Config, start: Params = None) -> dict[str, np.ndarray]:
         keys = jax.random.key(1000 + number)
         warm = config.method in ("focus", "actor-critic") and number < config.warmup
         lessons, metrics = experiment.collect(experiment.learner, problems, jnp.asarray(budget, jnp.int32), warm=warm, key=keys)
+        rows = compact(problems, lessons, np.asarray(experiment.prompts(problems, lessons)))
         metrics = {k: np.asarray(v) for k, v in metrics.items()}
         middle = time.perf_counter()
-        experiment.learner = jax.block_until_ready(experiment.learn(experiment.learner, problems, lessons, actor=not warm))
+        experiment.learner = jax.block_until_ready(experiment.learn(experiment.learner, rows, actor=not warm))
         end = time.perf_counter()
         carry += experiment.budget * config.num_problems - metrics["tokens"]
         history.append({"at": spent.copy(), **metrics})

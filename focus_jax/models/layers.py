@@ -76,13 +76,10 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _product_backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = kept
-    tokens = tuple(range(x.ndim - 1))
     dx = jax.lax.dot_general(dy, weight, (((dy.ndim - 1,), (0,)), ((), ())))
-    if weight.shape[0] <= weight.shape[1] or jax.default_backend() != "cpu":
-        return dx, jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())))
-    # A product sums over the last axis of its left side, and XLA for CPUs makes that order out of whatever computed it, slowly:
-    # so let the smaller side stand there, and keep the compiler from turning it around again.
-    return dx, jax.lax.optimization_barrier(jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())))).T
+    # As matrices: over several axes XLA for CPUs would first write the left side down in another order, slowly.
+    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    return dx, jax.lax.dot_general(dy, x, (((0,), (0,)), ((), ())))
 
 
 _product.defvjp(lambda x, weight: (_product(x, weight), (x, weight)), _product_backward)
