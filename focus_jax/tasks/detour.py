@@ -1,8 +1,9 @@
 """`detour`: a search that can follow a misleading lead and recover; text pages, one reward at the end, exact values.
 
 The agent stands before one page at a time and wants `num_hops` right leads in a row. A wrong lead takes it off the track,
-where pages look alike and evidence is mostly bad; going back undoes one hop. It never sees whether it is on the track, only
-the page: so a policy on pages has values that dynamic programming computes exactly. Source: ours, in the spirit of the
+where pages look alike and evidence is mostly bad; going back undoes one hop. What stands on a page is another with every
+reply, so that what helps is a skill and not a page known by heart. The agent never sees whether it is on the track, only the
+page: so a policy on pages has values that dynamic programming computes exactly. Source: ours, in the spirit of the
 project page's "a search that follows a misleading lead, and the step that recovers from it".
 
 A page is seven characters, such as "3cBDA+.":
@@ -49,16 +50,20 @@ class Level:
         max_steps: replies after which the episode ends with reward 0.
         bad_evidence: how often a page shows bad evidence, by the number of wrong hops to it, 0 to 3.
         false_match: how often a page off the track shows a lead that seems right.
+        num_views: contents that every page has, shown in turn, one after each reply.
     """
 
     num_hops: int
     max_steps: int
     bad_evidence: tuple[float, float, float, float] = (0.1, 0.6, 0.8, 0.9)
     false_match: float = 0.5
+    num_views: int = 4
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_hops <= 32:
             raise ValueError(f"Level: expected `num_hops` from 1 to 32, got {self.num_hops}")
+        if self.num_views < 1:
+            raise ValueError(f"Level: expected `num_views` of at least 1, got {self.num_views}")
         if self.max_steps < self.num_hops:
             raise ValueError(f"Level: expected `max_steps` of at least `num_hops`, {self.num_hops}, got {self.max_steps}")
         object.__setattr__(self, "bad_evidence", tuple(self.bad_evidence))
@@ -67,8 +72,8 @@ class Level:
 
     @property
     def num_pages(self) -> int:
-        """Pages of one search: right hops x wrong hops x lead followed last."""
-        return self.num_hops * (_MAX_WRONG + 1) * (_NUM_LEADS + 1)
+        """Pages of one search: views x right hops x wrong hops x lead followed last."""
+        return self.num_views * self.num_hops * (_MAX_WRONG + 1) * (_NUM_LEADS + 1)
 
 
 LEVELS = {"short": Level(5, 24), "medium": Level(7, 32), "long": Level(10, 48), "longest": Level(10, 64)}
@@ -106,37 +111,41 @@ def make_search(problem: Problem) -> Search:
     Example:
         >>> search = make_search(Problem(LEVELS["short"], seed=0))
         >>> search.text[0].tobytes().decode(), search.next[0].tolist()
-        ('0fFCD+.', [5, 6, 16, 0])
+        ('0fBDF+.', [85, 96, 87, 80])
     """
     level = problem.level
     rng = np.random.default_rng(problem.seed)
-    sites = (level.num_hops, _MAX_WRONG + 1)
+    sites = (level.num_views, level.num_hops, _MAX_WRONG + 1)
     wanted = rng.integers(_NUM_KINDS, size=sites)
     match = _MATCH[wanted][..., None]
     leads = (match + rng.integers(1, _NUM_KINDS, size=(*sites, _NUM_LEADS))) % _NUM_KINDS  # none of them matches
     place = rng.integers(_NUM_LEADS, size=sites)
     matching = rng.random(sites) < level.false_match
-    matching[:, 0] = True
+    matching[..., 0] = True
     leads = np.where((np.arange(_NUM_LEADS) == place[..., None]) & matching[..., None], match, leads)
     bad = rng.random(sites) < level.bad_evidence
 
-    hops, wrong, last = (axis.ravel() for axis in np.indices((*sites, _NUM_LEADS + 1)))
+    view, hops, wrong, last = (axis.ravel() for axis in np.indices((*sites, _NUM_LEADS + 1)))
+    here = (view, hops, wrong)
 
-    def page(hops: np.ndarray, wrong: np.ndarray, last: np.ndarray) -> np.ndarray:
-        return (hops * (_MAX_WRONG + 1) + wrong) * (_NUM_LEADS + 1) + last
+    def page(hops: np.ndarray, wrong: np.ndarray | int = 0, last: np.ndarray | int = 0) -> np.ndarray:
+        return np.ravel_multi_index(
+            np.broadcast_arrays((view + 1) % level.num_views, hops, wrong, last), (*sites, _NUM_LEADS + 1)
+        )
 
-    is_right = (wrong == 0)[:, None] & (np.arange(_NUM_LEADS) == place[hops, wrong][:, None])
-    off = page(hops[:, None], np.minimum(wrong + 1, _MAX_WRONG)[:, None], np.arange(1, _NUM_LEADS + 1))
-    follow = np.where(is_right, page(hops + 1, 0 * hops, 0 * hops)[:, None], off)
-    back = np.where(wrong > 0, page(hops, wrong - 1, last), page(np.maximum(hops - 1, 0), 0 * hops, 0 * hops))
+    onward = np.where(hops + 1 < level.num_hops, page(np.minimum(hops + 1, level.num_hops - 1)), level.num_pages)
+    off = [page(hops, np.minimum(wrong + 1, _MAX_WRONG), lead) for lead in range(1, _NUM_LEADS + 1)]
+    back = np.where(wrong > 0, page(hops, np.maximum(wrong - 1, 0), last), page(np.maximum(hops - 1, 0)))
+    is_right = [(wrong == 0) & (place[here] == lead) for lead in range(_NUM_LEADS)]
+    follow = np.where(is_right, onward, off)
     columns = (
         _digits(hops + wrong),
-        ord("a") + wanted[hops, wrong],
-        *(ord("A") + leads[hops, wrong].T),
-        np.where(bad[hops, wrong], ord("-"), ord("+")),
+        ord("a") + wanted[here],
+        *(ord("A") + leads[here].T),
+        np.where(bad[here], ord("-"), ord("+")),
         np.where(last > 0, ord("0") + last, ord(".")),
     )
-    tables = (np.stack(columns, 1).astype(np.uint8), np.column_stack([follow, back]), hops, wrong)
+    tables = (np.stack(columns, 1).astype(np.uint8), np.column_stack([*follow, back]), hops, wrong)
     text, *numbers = tables
     search = Search(text, *(np.asarray(table, np.int32) for table in numbers))
     for table in vars(search).values():
@@ -150,8 +159,8 @@ class DetourEnvironment:
     Example:
         >>> environment = DetourEnvironment()
         >>> environment.reset(Problem(LEVELS["short"], seed=0)).messages[0].content
-        '0fFCD+.'
-        >>> environment.step(Action("3", ended=True)).messages[0].content[0]
+        '0fBDF+.'
+        >>> environment.step(Action("2", ended=True)).messages[0].content[0]
         '1'
     """
 
@@ -224,7 +233,7 @@ def exact_values(next_page: ArrayLike, probs: ArrayLike, max_steps: int) -> jax.
 
     Example:
         >>> search = make_search(Problem(Level(1, 3), seed=0))
-        >>> values = exact_values(search.next, jnp.full((16, 4), 0.25), 3)
+        >>> values = exact_values(search.next, jnp.full((64, 4), 0.25), 3)
         >>> print(values[2, 0], values[1, 0])  # one reply left; two left: the right lead, or back and then the right lead
         0.25 0.3125
     """
@@ -254,7 +263,8 @@ def demonstrations(problems: Sequence[Problem], *, noise: float, seed: int) -> t
         search = make_search(problem)
         goal, page = len(search.next), 0
         for _ in range(problem.level.max_steps):
-            best = int(np.argmax(search.hops[search.next[page] % goal] + goal * (search.next[page] == goal)))
+            after = search.next[page]
+            best = int(np.argmax(np.where(after == goal, problem.level.num_hops, search.hops[after % goal])))
             action = 3 if search.wrong[page] else best
             if rng.random() < noise:
                 action = int(rng.integers(len(ACTIONS)))

@@ -1,6 +1,7 @@
 """The detour task: pages, moves, exact values, and the environment around them."""
 
 import asyncio
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ from focus_jax.tasks.detour import (
 )
 
 LONG = LEVELS["long"]
+STILL = replace(LONG, num_views=1)
 MATCHES = dict(zip("abcdef", "CEAFBD", strict=True))
 
 
@@ -51,7 +53,7 @@ def test_pages_say_what_they_should():
 
 def test_moves():
     """The right lead goes forward; a wrong one leads off, going back undoes it, and the page shows what was tried."""
-    problem = Problem(LONG, seed=5)
+    problem = Problem(STILL, seed=5)
     environment = DetourEnvironment()
     page = environment.reset(problem).messages[0].content
     for hop in range(LONG.num_hops):
@@ -69,12 +71,31 @@ def test_moves():
 
 def test_going_back_on_the_track_undoes_a_hop():
     environment = DetourEnvironment()
-    page = environment.reset(Problem(LONG, seed=1)).messages[0].content
+    page = environment.reset(Problem(STILL, seed=1)).messages[0].content
     act(environment, str(page[2:5].index(MATCHES[page[1]]) + 1))
     assert where_is(environment.snapshot()) == (1, 0, 1)
     assert act(environment, "<").messages[0].content == page
     assert act(environment, "<").messages[0].content == page  # there is nothing before the start
     assert where_is(environment.snapshot()) == (0, 0, 3)
+
+
+def test_a_page_shows_something_else_each_time_and_all_of_it_again_after_a_while():
+    environment = DetourEnvironment()
+    seen = [environment.reset(Problem(LONG, seed=1)).messages[0].content]
+    seen += [act(environment, "<").messages[0].content for _ in range(7)]
+    assert seen[:4] == seen[4:]
+    assert len(set(seen)) == LONG.num_views == 4
+    assert {page[0] for page in seen} == {"0"}
+
+
+def test_views_are_walked_in_turn():
+    search = make_search(Problem(LONG, seed=3))
+    each = LONG.num_pages // LONG.num_views
+    view = np.arange(LONG.num_pages) // each
+    inside = search.next < LONG.num_pages
+    assert (search.next // each == (view[:, None] + 1) % 4)[inside].all()
+    assert (~inside).sum(1).max() == 1
+    assert set(search.hops[(~inside).any(1)]) == {LONG.num_hops - 1}
 
 
 @pytest.mark.parametrize("reply", ["", "4", "12", "go", "<<"])
