@@ -24,18 +24,19 @@ from focus_jax import paired_bootstrap
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
 
+SHORT = "--tokens=100000"
+
 # Name: stored options, and what is changed of them.
 RUNS: dict[str, tuple[str, list[str]]] = {
     "FOCUS": ("detour_focus", []),
     "GRPO": ("detour_grpo", []),
     "VinePPO": ("detour_vineppo", []),
-    "FOCUS, credit with the child itself": ("detour_focus", ["--leave-one-out=False"]),
-    "FOCUS, kappa 1": ("detour_focus", ["--kappa=1"]),
-    "FOCUS, full critic": ("detour_focus", ["--critic=full"]),
-    "uniform allocation": ("detour_focus", ["--allocation=uniform"]),
-    "root rollouts, refined values": ("detour_focus", ["--allocation=root"]),
-    "actor-critic": ("detour_focus", ["--method=actor-critic", "--leave-one-out=False"]),
-    "exact advantages": ("detour_focus", ["--exact=True"]),
+    "root rollouts, refined values": ("detour_focus", ["--allocation=root", SHORT]),
+    "uniform allocation": ("detour_focus", ["--allocation=uniform", SHORT]),
+    "credit with the child itself": ("detour_focus", ["--leave-one-out=False", SHORT]),
+    "actor-critic": ("detour_focus", ["--method=actor-critic", "--leave-one-out=False", SHORT]),
+    "kappa 1": ("detour_focus", ["--kappa=1", SHORT]),
+    "full critic": ("detour_focus", ["--critic=full", SHORT]),
 }
 
 
@@ -80,6 +81,11 @@ class Run:
         at = np.take_along_axis(self.history["at"], np.argmax(reached, 0)[None], 0)[0]
         ever = np.asarray(reached.any(0))
         return np.where(ever, at, self.budget), ever
+
+    def until(self, budget: float) -> Run:
+        """The rounds that every seed began within a budget."""
+        rounds = int((self.history["at"].max(1) <= budget).sum())
+        return Run({name: figures[:rounds] for name, figures in self.history.items()})
 
 
 def smooth(figures: np.ndarray) -> np.ndarray:
@@ -131,8 +137,7 @@ def run(name: str, config: Config) -> None:
 
 def table(runs: dict[str, Run], config: Config) -> str:
     """Success over replies, replies to the threshold beside the baseline's, and the errors, as Markdown."""
-    budget = min(run.budget for run in runs.values())
-    marks = [budget * k / 5 for k in range(1, 6)]
+    marks = np.unique(np.round(np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1]) * max(run.budget for run in runs.values()), -3))
     header = [
         "",
         *(f"{mark / 1000:.0f}k" for mark in marks),
@@ -143,7 +148,7 @@ def table(runs: dict[str, Run], config: Config) -> str:
     lines = [header, ["---"] * len(header)]
     for name, run in runs.items():
         replies, reached = run.replies_to(config.threshold)
-        success = [f"{run.at(mark).mean():.2f}".lstrip("0") for mark in marks]
+        success = [f"{run.at(mark).mean():.2f}" if mark <= 1.02 * run.budget else "" for mark in marks]
         seeds = f"{reached.sum()}/{len(reached)}"
         lines.append([name, *success, f"{np.median(replies) / 1000:.0f}k", seeds, ratio(run, runs.get(config.baseline), config)])
     errors = {"critic": "critic_error", "refined": "refined_error", "outcomes": "outcome_error"}
@@ -160,7 +165,8 @@ def ratio(run: Run, baseline: Run | None, config: Config) -> str:
     """Geometric mean over the seeds of the replies it takes beside the baseline's, with its 95 % interval."""
     if baseline is None or run is baseline:
         return "1"
-    ours, theirs = (jnp.asarray(np.log(r.replies_to(config.threshold)[0]), jnp.float32) for r in (run, baseline))
+    both = [r.until(min(run.budget, baseline.budget)) for r in (run, baseline)]
+    ours, theirs = (jnp.asarray(np.log(r.replies_to(config.threshold)[0]), jnp.float32) for r in both)
     mean, low, high = (float(jnp.exp(x)) for x in paired_bootstrap(ours, theirs, key=jax.random.key(0)))
     return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 

@@ -103,7 +103,7 @@ def imitate(
     tx = optax.adam(3e-3, 0.9, 0.95)
 
     def data(seed: int) -> tuple[np.ndarray, np.ndarray]:
-        problems = [Problem(level, 10**9 + seed * 10_000 + i) for i in range(128)]
+        problems = [Problem(level, 10**9 + seed * 10_000 + i) for i in range(256)]
         pages, replies = demonstrations(problems, noise=noise, seed=seed)
         pick = np.random.default_rng(seed).integers(len(pages), size=(most, chunk, rows))
         return pages[pick], np.searchsorted(REPLY_IDS, replies[pick]).astype(np.int32)
@@ -126,7 +126,8 @@ def imitate(
     train = jax.jit(over_seeds(train))
     state, done = jax.vmap(tx.init)(actor), np.zeros(len(seeds), bool)
     for k in range(most):
-        done |= np.asarray(solved(actor)) >= success
+        shares = np.asarray(solved(actor))
+        done |= shares >= success
         if done.all():
             return actor
         actor, state = train(actor, state, jnp.asarray(done), pages[:, k], replies[:, k])
