@@ -13,6 +13,17 @@ from numpy.typing import ArrayLike
 from focus_jax.models.config import ModelConfig
 
 
+def check_decoder(model: object) -> None:
+    """Refuse what gives no scores over a vocabulary, such as a critic.
+
+    Raises:
+        TypeError: what came, and what to give.
+    """
+    if not hasattr(model, "head_weight"):
+        hint = "; a critic's `backbone` has no output head to sample from" if hasattr(model, "backbone") else ""
+        raise TypeError(f"`model`: expected a Decoder to sample from, got {type(model).__name__}{hint}")
+
+
 def check_tokens(config: ModelConfig, tokens: ArrayLike, segment_ids: ArrayLike | None = None) -> None:
     """Refuse token ids beyond the vocabulary and sequences beyond the position limit.
 

@@ -334,10 +334,10 @@ def _refuse_unsupported(read: _Fields, family: Family) -> None:
 def _has_sliding_window(read: _Fields, family: Family) -> bool:
     """Whether any layer is one; older configs say so by its number, with the window and first layer of the Qwen classes."""
     if (types := read.get("layer_types")) is not None:
-        return "sliding_attention" in types
+        return isinstance(types, list | tuple) and "sliding_attention" in types
     if family not in ("qwen2", "qwen3") or not read.get("use_sliding_window"):
         return False
-    first = read.get("max_window_layers", 28)
+    first = read.number("max_window_layers", 28)
     return read.get("sliding_window", 4096) is not None and first < read.size("num_hidden_layers")
 
 
@@ -348,7 +348,7 @@ def _layer_types(read: _Fields, family: Family) -> tuple[LayerType, ...]:
         every = read.size("full_attention_interval", 4) if family == "qwen3_5" else 1
         types = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(num_layers)]
     allowed = ("full_attention", "linear_attention") if family == "qwen3_5" else ("full_attention",)
-    if len(types) != num_layers or not set(types) <= set(allowed):
+    if not isinstance(types, list | tuple) or len(types) != num_layers or not all(kind in allowed for kind in types):
         raise ConfigError(f"`layer_types`: expected {num_layers} of {', '.join(allowed)}, got {types!r}")
     return tuple(types)
 

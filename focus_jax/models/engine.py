@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from focus_jax.models.check import check_length, check_tokens
+from focus_jax.models.check import check_decoder, check_length, check_tokens
 from focus_jax.models.config import ModelConfig
 from focus_jax.models.decoder import Decoder
 from focus_jax.models.decoding import Settings, decode, empty_slots, for_decoding, place, prefill, resize, take
@@ -105,6 +105,7 @@ class ContinuousBatch:
 
     Raises:
         ValueError: a number out of range.
+        TypeError: a model that is no decoder, such as a critic.
 
     Example:
         >>> import jax
@@ -128,6 +129,7 @@ class ContinuousBatch:
         prefill_tokens: int = 512,
         prefix_bytes: int = 0,
     ) -> None:
+        check_decoder(model)
         config = model.config
         check_length(config, context_length)
         for name, value, least in (

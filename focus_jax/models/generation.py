@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from focus_jax.models.check import check_length
+from focus_jax.models.check import check_decoder, check_length
 from focus_jax.models.decoder import Decoder
 from focus_jax.models.engine import ContinuousBatch, Reply, Request, check_prompt, check_stop_ids
 
@@ -62,6 +62,7 @@ def generate(
 
     Raises:
         ValueError: something out of range; ids beyond the vocabulary; prompt and reply longer than the model's positions.
+        TypeError: a model that is no decoder, such as a critic.
         FloatingPointError: the model's scores are not finite.
 
     Example:
@@ -73,11 +74,13 @@ def generate(
         >>> reply.ids.shape, reply.length.tolist(), reply.finish_reason
         ((2, 4), [4, 4], ('length', 'length'))
     """
+    check_decoder(model)
     rows = _rows(prompts, lengths)
     for row in rows:
         check_prompt(model.config, row)
-    if len(seeds) != len(rows):
-        raise ValueError(f"`seeds`: expected one for each of {len(rows)} prompts, got {len(seeds)}")
+    if np.ndim(seeds) != 1 or len(seeds) != len(rows):
+        got = len(seeds) if np.ndim(seeds) == 1 else repr(seeds)
+        raise ValueError(f"`seeds`: expected one for each of {len(rows)} prompts, got {got}")
     stop_ids = tuple(stop_ids)
     check_stop_ids(model.config, stop_ids)
     requests = [Request(row, max_tokens, seed, temperature, top_p, stop_ids) for row, seed in zip(rows, seeds, strict=True)]

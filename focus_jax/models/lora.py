@@ -63,7 +63,7 @@ def add_lora(model: MODULE, *, targets: Sequence[str] = ATTENTION, rank: int = 1
 
     Raises:
         ValueError: no target or one the model does not have, a rank or alpha that scales nothing, or a model that has
-            adapters already.
+            adapters already or comes from `for_decoding`.
 
     Example:
         >>> import jax
@@ -83,6 +83,8 @@ def add_lora(model: MODULE, *, targets: Sequence[str] = ATTENTION, rank: int = 1
         raise ValueError(f"`targets`: expected names of projections, such as ('q_proj', 'v_proj'), got {targets!r}")
     if any(True for _ in _adapters(model)):
         raise ValueError("the model has adapters already; merge them first (`merge_lora`)")
+    if isinstance(getattr(model, "backbone", model).blocks, nnx.List):
+        raise ValueError("expected a model as it was built or loaded, got one laid out for decoding (`for_decoding`)")
     model = nnx.clone(model)
     found = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, Linear)]
     if unknown := sorted(set(targets) - {name for _, name, _ in found}):

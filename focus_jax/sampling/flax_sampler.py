@@ -17,7 +17,7 @@ import numpy as np
 
 from focus_jax.agents.sampler import ContextLengthError, Sample, SamplerError, SamplingParams
 from focus_jax.agents.tokenizer import Tokenizer
-from focus_jax.models.check import check_length, check_tokenizer
+from focus_jax.models.check import check_decoder, check_length, check_tokenizer
 from focus_jax.models.decoder import Decoder
 from focus_jax.models.engine import ContinuousBatch, Reply, Request, check_stop_ids
 from focus_jax.sampling.stops import StopFinder
@@ -66,6 +66,7 @@ class FlaxSampler:
         prompt_cache_mib: int = 1024,
         num_steps: int = 8,
     ) -> None:
+        check_decoder(model)
         check_tokenizer(model.config, tokenizer.vocab_size)
         check_stop_ids(model.config, tokenizer.eos_ids)
         check_length(model.config, context_length)

@@ -14,6 +14,7 @@ from focus_jax.models import (
     DeltaConfig,
     ModelConfig,
     Request,
+    ValueModel,
     decoding,
     engine,
     for_decoding,
@@ -307,6 +308,14 @@ def test_a_model_on_a_mesh_generates_the_same():
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
 
 
+def test_a_critic_is_refused():
+    critic = ValueModel(decoder())
+    with pytest.raises(TypeError, match="expected a Decoder to sample from, got ValueModel; a critic's `backbone`"):
+        generate(critic, [[1]], max_tokens=4, seeds=[0])
+    with pytest.raises(TypeError, match="got ValueModel"):
+        ContinuousBatch(critic, num_slots=1, context_length=32)
+
+
 def test_bad_input_is_named():
     model = decoder()
     good = {"max_tokens": 4, "seeds": [0]}
@@ -318,6 +327,7 @@ def test_bad_input_is_named():
         ([[1, 61]], {}, r"ids in \[0, 61\), got 61"),
         ([[-1]], {}, "got -1"),
         ([[1]], {"seeds": [1, 2]}, "one for each of 1 prompts, got 2"),
+        ([[1]], {"seeds": 0}, "one for each of 1 prompts, got 0"),
         ([[1]], {"seeds": [-1]}, r"`seed`: expected a whole number in \[0, 2\*\*32\), got -1"),
         ([[1]], {"seeds": [0.5]}, "`seed`: expected a whole number"),
         ([[1]], {"max_tokens": 0}, "`max_tokens`: expected a whole number, at least 1, got 0"),

@@ -12,6 +12,7 @@ from flax import nnx
 from peft import PeftModel
 
 from focus_jax.models import Decoder, ValueModel, add_lora, load_hf, merge_lora, save_hf, save_peft
+from focus_jax.models.decoding import for_decoding
 from focus_jax.models.lora import LoRALinear
 
 TOKENS = np.random.default_rng(0).integers(0, 160, (2, 9))
@@ -110,6 +111,8 @@ def test_bad_input(tmp_path):
             add_lora(model, targets=targets, key=jax.random.key(1))
     with pytest.raises(ValueError, match="adapters already"):
         add_lora(add_lora(model, key=jax.random.key(1)), key=jax.random.key(1))
+    with pytest.raises(ValueError, match="got one laid out for decoding"):
+        add_lora(for_decoding(model), key=jax.random.key(1))
     with pytest.raises(ValueError, match="expected a model with adapters"):
         save_peft(model, tmp_path, base_model="base")
     with pytest.raises(TypeError, match="expected a Decoder, got ValueModel"):
