@@ -26,6 +26,7 @@ from train_task import Task
 
 from focus_jax.agents import GraderFailure, SamplerError
 from focus_jax.collection import AllAttemptsFailed, JournalError, training_records
+from focus_jax.host_memory import keep_freed_memory
 from focus_jax.training import (
     ActorBatch,
     ActorLoss,
@@ -49,6 +50,7 @@ Metrics = dict[str, Any]
 def main(config: Config) -> None:
     """Train round by round, from wherever the run stands."""
     check(config)
+    keep_freed_memory()
     with contextlib.ExitStack() as stack:
         stack.enter_context(several_processes(config))
         task = stack.enter_context(open_task(config))

@@ -114,6 +114,8 @@ def figures(processes: Mapping[str, Sequence[Steps]], num_tokens: int, warm_up: 
 def run(python: Path, script: Path, setting: str) -> Steps:
     """The steps of one process."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # What `keep_freed_memory` does for our scripts, for every trainer.
+    environment |= {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
     process = subprocess.run([python, script, setting], env=environment, capture_output=True, text=True)
     if process.returncode:
         raise SystemExit(f"{script.name} failed:\n{process.stderr[-4000:]}")
