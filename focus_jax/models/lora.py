@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,8 @@ def add_lora(model: MODULE, *, targets: Sequence[str] = ATTENTION, rank: int = 1
         raise ValueError(f"`targets`: expected names of projections, such as ('q_proj', 'v_proj'), got {targets!r}")
     if any(True for _ in _adapters(model)):
         raise ValueError("the model has adapters already; merge them first (`merge_lora`)")
-    if isinstance(getattr(model, "backbone", model).blocks, nnx.List):
+    decoder: Any = getattr(model, "backbone", model)
+    if isinstance(decoder.blocks, nnx.List):
         raise ValueError("expected a model as it was built or loaded, got one laid out for decoding (`for_decoding`)")
     model = nnx.clone(model)
     found = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, Linear)]
