@@ -24,19 +24,17 @@ from focus_jax import paired_bootstrap
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
 
-SHORT = "--tokens=100000"
-
 # Name: stored options, and what is changed of them.
 RUNS: dict[str, tuple[str, list[str]]] = {
     "FOCUS": ("detour_focus", []),
     "GRPO": ("detour_grpo", []),
     "VinePPO": ("detour_vineppo", []),
-    "root rollouts, refined values": ("detour_focus", ["--allocation=root", SHORT]),
-    "uniform allocation": ("detour_focus", ["--allocation=uniform", SHORT]),
-    "credit with the child itself": ("detour_focus", ["--leave-one-out=False", SHORT]),
-    "actor-critic": ("detour_focus", ["--method=actor-critic", "--leave-one-out=False", SHORT]),
-    "kappa 1": ("detour_focus", ["--kappa=1", SHORT]),
-    "full critic": ("detour_focus", ["--critic=full", SHORT]),
+    "root rollouts, refined values": ("detour_focus", ["--allocation=root"]),
+    "uniform allocation": ("detour_focus", ["--allocation=uniform"]),
+    "credit with the child itself": ("detour_focus", ["--leave-one-out=False"]),
+    "actor-critic": ("detour_focus", ["--method=actor-critic", "--leave-one-out=False"]),
+    "kappa 1": ("detour_focus", ["--kappa=1"]),
+    "full critic": ("detour_focus", ["--critic=full"]),
 }
 
 
@@ -129,7 +127,8 @@ def run(name: str, config: Config) -> None:
     began = time.perf_counter()
     where.mkdir(parents=True, exist_ok=True)
     with (where / "log.txt").open("w") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"XLA_FLAGS": flags}, check=False)
+        environment = {"JAX_COMPILATION_CACHE_DIR": str(config.folder / "compiled"), **os.environ, "XLA_FLAGS": flags}
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"{name} failed; see {where / 'log.txt'}")
     print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)

@@ -95,7 +95,7 @@ def compact(problems: Problems, lessons: Lessons, prompts: np.ndarray) -> Rows:
     return Rows(*(jnp.asarray(pad(parts)) for parts in zip(*rows, strict=True)))
 
 
-def pad(parts: Sequence[np.ndarray], step: int = 256) -> np.ndarray:
+def pad(parts: Sequence[np.ndarray], step: int = 512) -> np.ndarray:
     """Arrays of different lengths, zeros behind them up to a multiple of `step`, stacked."""
     length = -(-max(1, *map(len, parts)) // step) * step
     stacked = np.zeros((len(parts), length, *parts[0].shape[1:]), parts[0].dtype)

@@ -68,9 +68,9 @@ def test_rows_hold_every_reply_and_state_once_with_its_share_of_the_weight():
 
 
 def test_padding_keeps_a_row_where_there_is_nothing():
-    assert pad([np.zeros((0, 3)), np.zeros((0, 3))]).shape == (2, 256, 3)
-    padded = pad([np.arange(3.0), np.arange(300.0)])
-    assert padded.shape == (2, 512)
+    assert pad([np.zeros((0, 3)), np.zeros((0, 3))]).shape == (2, 512, 3)
+    padded = pad([np.arange(3.0), np.arange(600.0)])
+    assert padded.shape == (2, 1024)
     assert padded[0].sum() == 3
     assert padded.dtype == np.float32
 
