@@ -186,7 +186,7 @@ def draw(runs: dict[str, Run], config: Config) -> None:
     panels: list[tuple[Any, list[str]]] = [(axes[0, 0], main_runs), (axes[0, 1], [*main_runs[:1], *others])]
     for panel, names in panels:
         for name in names:
-            plot(panel, name, runs[name], band=names is main_runs)
+            plot(panel, name, runs[name], color=f"C{list(runs).index(name)}", band=names is main_runs)
         panel.axhline(config.threshold, color="0.7", linewidth=0.8, linestyle=":")
         panel.set_xlabel("generated tokens")
         panel.legend(fontsize=8, frameon=False)
@@ -197,14 +197,14 @@ def draw(runs: dict[str, Run], config: Config) -> None:
         figure.savefig(config.folder / f"learning.{kind}", dpi=150)
 
 
-def plot(panel: Any, name: str, run: Run, *, band: bool) -> None:
+def plot(panel: Any, name: str, run: Run, *, color: str, band: bool) -> None:
     """One curve: the mean over the seeds, and its bootstrap interval."""
     grid = np.linspace(0, run.budget, 60)
     curves = jnp.asarray(np.stack([run.at(replies) for replies in grid]), jnp.float32)
     mean, low, high = paired_bootstrap(curves, jnp.zeros_like(curves), num_resamples=2000, key=jax.random.key(0))
-    (line,) = panel.plot(grid, mean, label=name, linewidth=1.6)
+    panel.plot(grid, mean, label=name, color=color, linewidth=1.6)
     if band:
-        panel.fill_between(grid, np.asarray(low), np.asarray(high), color=line.get_color(), alpha=0.2, linewidth=0)
+        panel.fill_between(grid, np.asarray(low), np.asarray(high), color=color, alpha=0.2, linewidth=0)
 
 
 if __name__ == "__main__":
