@@ -30,10 +30,10 @@ class Gradient:
 
     num_seeds: int = 4
     first_seed: int = 100
-    rounds: int = 10
-    critic_rounds: int = 6
+    rounds: int = 4
+    critic_rounds: int = 4
     """Rounds before, which train the critic of the methods that have one."""
-    reference_rounds: int = 16
+    reference_rounds: int = 8
     """Rounds' worth of problems for the true gradient."""
     start: Path = Path("runs/diagnostic/start.npz")
     """File with the policies; where there is none, the warm start writes it."""
