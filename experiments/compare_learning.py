@@ -6,6 +6,7 @@ python experiments/compare_learning.py --folder runs/learning
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -47,8 +48,8 @@ class Config:
     """Runs at a time, one core each."""
     only: tuple[str, ...] = ()
     """Names of runs; all where none is given."""
-    options: tuple[str, ...] = ()
-    """More options for every run, such as --num-seeds=2 --tokens=20000 for a quick look; write them after a `=` each."""
+    options: str = ""
+    """More options for every run, for a quick look: --options="--num-seeds=2 --tokens=20000"."""
     baseline: str = "GRPO"
     threshold: float = 0.8
 
@@ -122,7 +123,7 @@ def run(name: str, config: Config) -> None:
         return
     stored, changed = RUNS[name]
     command = [sys.executable, str(HERE / "learning.py"), "--config", str(CONFIGS / f"{stored}.toml")]
-    command += [*changed, *config.options, f"--start={config.folder / 'start.npz'}", f"--run-folder={where}"]
+    command += [*changed, *shlex.split(config.options), f"--start={config.folder / 'start.npz'}", f"--run-folder={where}"]
     flags = os.environ.get("XLA_FLAGS", "") + (" --xla_cpu_multi_thread_eigen=false" if config.jobs > 1 else "")
     began = time.perf_counter()
     where.mkdir(parents=True, exist_ok=True)

@@ -169,7 +169,7 @@ def test_an_unknown_run_is_refused():
 def test_the_comparison_runs_from_nothing_to_a_figure(tmp_path):
     tiny = ["--num-seeds=2", "--tokens=600", "--level=short", "--num-problems=2", "--rollouts=2", "--success=0", "--hidden=8"]
     command = [sys.executable, compare_learning.__file__, "--folder", str(tmp_path), "--only", "FOCUS", "GRPO", "actor-critic"]
-    ran = subprocess.run([*command, "--options", *tiny], capture_output=True, text=True, check=False)
+    ran = subprocess.run([*command, f"--options={' '.join(tiny)}"], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:5]] == ["FOCUS", "GRPO", "actor-critic"]
