@@ -13,7 +13,7 @@ from compare_learning import CONFIGS, RUNS
 from learning import warm_start
 from learning_config import Config, check
 from learning_models import Params, over_seeds
-from learning_rounds import Experiment, compact
+from learning_rounds import Experiment
 from rich.console import Console
 from rich.table import Table
 from run_folder import parse
@@ -80,7 +80,7 @@ def round_gradients(experiment: Experiment, options: Gradient) -> tuple[list[np.
         problems = experiment.problems(number)
         is_warm = number < warm
         lessons, metrics = experiment.collect(experiment.learner, problems, budget, warm=is_warm, key=jax.random.key(number))
-        rows = compact(problems, lessons, np.asarray(experiment.prompts(problems, lessons)))
+        rows = experiment.rows(problems, lessons)
         if not is_warm:
             gradients.append(-flat(slope(experiment.learner.actor, rows)))
             ranks.append(float(jnp.mean(metrics["rank_correlation"])))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from learning_config import Config, check
 from learning_models import Params, imitate, over_seeds
-from learning_rounds import Experiment, compact
+from learning_rounds import Experiment
 from run_folder import open_run, parse
 
 from focus_jax.host_memory import keep_freed_memory
@@ -53,8 +53,7 @@ def one_round(experiment: Experiment, number: int, unspent: np.ndarray, *, warm:
     budget = experiment.budget + (unspent / experiment.config.num_problems).astype(np.int32)
     key = jax.random.key(1000 + number)
     lessons, metrics = experiment.collect(experiment.learner, problems, jnp.asarray(budget, jnp.int32), warm=warm, key=key)
-    rows = compact(problems, lessons, np.asarray(experiment.prompts(problems, lessons)))
-    experiment.learner = experiment.learn(experiment.learner, rows, actor=not warm)
+    experiment.learner = experiment.learn(experiment.learner, experiment.rows(problems, lessons), actor=not warm)
     return {name: np.asarray(value) for name, value in metrics.items()}
 
 

@@ -146,6 +146,10 @@ class Experiment:
         digits = jnp.stack(numbers, -1) + ord("0")
         return jnp.concatenate([shown, jnp.full_like(digits[..., :1], ord(">")), digits], -1)
 
+    def rows(self, problems: Problems, lessons: Lessons) -> Rows:
+        """What there is to learn, without gaps."""
+        return compact(problems, lessons, np.asarray(self.prompts(problems, lessons)))
+
     def exact(self, actor: Params, problems: Problems) -> jax.Array:
         """Exact values [P, steps + 1, S + 1] of one seed's policy on its problems."""
         num, pages, _ = problems.text.shape
